@@ -1,0 +1,53 @@
+# make demo and make test are all a newcomer needs: each creates .venv and installs into it.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+# One thread per process: oversubscribed OpenMP pools are ten times slower than one core each.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow check format clean help
+
+help:
+	@echo "make demo       train a tiny model from random weights, asynchronously, on this CPU (about two minutes)"
+	@echo "make test       the newcomer's test suite (under five minutes on two cores)"
+	@echo "make test-slow  chaos, kill points and the 135M model (under thirty minutes)"
+	@echo "make check      ruff, mypy and the import rule"
+
+$(VENV)/.torch: Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[gguf]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/offbeat model init models/reverse --keep
+	$(BIN)/offbeat train recipes/reverse.yaml mode=async
+	@echo "the same on the beat: $(BIN)/offbeat train recipes/reverse.yaml mode=sync"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow and not device"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow and not device"
+
+check: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+format: $(VENV)/.dev
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
