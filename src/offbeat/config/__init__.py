@@ -1,0 +1,68 @@
+"""Configuration: one frozen dataclass per component; ``load`` gives their tree, ``RunConfig``."""
+
+from __future__ import annotations
+
+from offbeat.config.actor import (
+    ActorConfig,
+    BehaveImpWeightMode,
+    LossAggregation,
+    LRSchedule,
+    NormConfig,
+    NormLevel,
+    OptimizerConfig,
+    PPOActorConfig,
+    ProxLogpMethod,
+)
+from offbeat.config.dataset import ChatTemplate, DatasetConfig, OverlongPrompt
+from offbeat.config.evaluator import EvaluatorConfig
+from offbeat.config.generation import GenerationConfig
+from offbeat.config.generator import GeneratorBackend, GeneratorConfig, KVOnUpdate
+from offbeat.config.loading import from_mapping, load, to_mapping, to_yaml
+from offbeat.config.model import DType, ModelConfig
+from offbeat.config.overview import Entry, describe
+from offbeat.config.presets import Algorithm, RunMode
+from offbeat.config.rollout import Lookahead, RolloutConfig, RolloutPolicy
+from offbeat.config.run import RunConfig
+from offbeat.config.saver import AsyncMode, MegatronEngineConfig, SaverConfig
+from offbeat.config.scheduler import SchedulerConfig, SchedulerType
+from offbeat.config.stats_logger import StatsLoggerConfig
+
+__all__ = [
+    "ActorConfig",
+    "Algorithm",
+    "AsyncMode",
+    "BehaveImpWeightMode",
+    "ChatTemplate",
+    "DType",
+    "DatasetConfig",
+    "Entry",
+    "EvaluatorConfig",
+    "GenerationConfig",
+    "GeneratorBackend",
+    "GeneratorConfig",
+    "KVOnUpdate",
+    "LRSchedule",
+    "Lookahead",
+    "LossAggregation",
+    "MegatronEngineConfig",
+    "ModelConfig",
+    "NormConfig",
+    "NormLevel",
+    "OptimizerConfig",
+    "OverlongPrompt",
+    "PPOActorConfig",
+    "ProxLogpMethod",
+    "RolloutConfig",
+    "RolloutPolicy",
+    "RunConfig",
+    "RunMode",
+    "SaverConfig",
+    "SchedulerConfig",
+    "SchedulerType",
+    "StatsLoggerConfig",
+    "describe",
+    "from_mapping",
+    "load",
+    "to_mapping",
+    "to_yaml",
+]
