@@ -1,0 +1,1 @@
+"""The objectives as pure tensor mathematics: tensors and floats in, tensors or small values out."""
