@@ -1,0 +1,118 @@
+"""Load a Hugging Face decoder and call it on packed rows.
+
+Owns: choosing the attention function, refusing what we would compute wrongly (naming it), and the two halves of
+a forward pass that engine and trainer share: ``hidden_states`` and ``output_head``. Knows no cache, no loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import ModelError, boundary
+from offbeat.model.attention import (
+    ATTENTION,
+    AttentionContext,
+    PackedContext,
+    PackedLayout,
+    attention_forward,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Options of a model configuration that change logits in a way the shared head does not compute.
+_UNSUPPORTED = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the accelerator where there is one, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """float32 on CPU and bfloat16 elsewhere unless named."""
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[name]
+
+
+def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model in ``dtype`` on ``device``, with offbeat's attention.
+
+    Raises:
+        ModelError: no model at ``path``, not a decoder-only causal model, or a layer that is not standard softmax attention.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION, attention_forward)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"model.path: {path} is a folder without a config.json; is it a Hugging Face model?"
+        )
+    if not Path(path).exists() and path.startswith((".", "/", "~")):
+        raise ModelError(f"model.path: {path} does not exist")
+    with boundary(ModelError, f"loading the model at {path}"):
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION
+        )
+    model = model.to(device).eval()
+    _refuse_unsupported(model.config)
+    _probe(model)
+    return model
+
+
+def hidden_states(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, ctx: AttentionContext
+) -> Tensor:
+    """Last hidden states ``[N, hidden]`` of a packed row: ``tokens`` and ``positions`` are ``[N]`` int64."""
+    out = model.base_model(
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=ctx
+    )
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
+
+
+def output_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[V, hidden]`` and bias ``[V]`` (or None) of the layer that turns hidden states into logits."""
+    head = model.get_output_embeddings()
+    return head.weight, getattr(head, "bias", None)
+
+
+def _refuse_unsupported(config: Any) -> None:
+    for name in _UNSUPPORTED:
+        value = getattr(config, name, None)
+        if value not in (None, 0, 1, 1.0):
+            raise ModelError(f"{config.model_type}: {name}={value} is not supported")
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> None:
+    """One short forward pass: every layer must come to our attention function exactly once."""
+    seen: list[int] = []
+    device = model.device
+    layout = PackedLayout.build([5], device=device, dtype=model.dtype)
+    ctx = PackedContext(layout, lambda layer, _k, _v: seen.append(layer))
+    tokens = torch.zeros(layout.tokens, dtype=torch.long, device=device)
+    with boundary(ModelError, f"a first forward pass through {type(model).__name__}"):
+        hidden_states(model, tokens, layout.positions, ctx)
+    layers = list(range(model.config.num_hidden_layers))
+    if sorted(seen) != layers:
+        missing = sorted(set(layers) - set(seen))
+        raise ModelError(
+            f"{type(model).__name__}: layers {missing} are not standard softmax attention; "
+            "only decoder-only models whose every layer is are supported"
+        )
