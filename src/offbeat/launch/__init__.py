@@ -1,0 +1,1 @@
+"""Start processes and carry typed calls to them; knows no RL."""

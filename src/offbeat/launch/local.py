@@ -1,0 +1,250 @@
+"""Workers as child processes of this one, on this machine.
+
+Owns every process it started: environment, log file, birth, death and the last signal. Knows no
+service. Each worker is its own session, so that Ctrl-C reaches the controller only and one signal
+ends a worker together with whatever it started; each dies with the controller (see ``worker``).
+
+The kernel ties a worker's life to the *thread* that started it: use this from the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack, ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from offbeat.errors import StallError, WorkerError
+from offbeat.launch.calls import Fault
+from offbeat.launch.codec import decode
+from offbeat.launch.frames import LENGTH, Birth, WorkerStart, frame
+from offbeat.launch.protocols import WorkerSpec
+from offbeat.launch.rpc import RpcClient
+
+logger = logging.getLogger(__name__)
+
+TAIL_LINES = 20
+TAIL_BYTES = 16384
+
+KILL_SECONDS = 5.0
+"""How long a process may take to disappear after SIGKILL before we say that it cannot be killed."""
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalScheduler:
+    """Starts workers on this machine; leaving the context ends all of them.
+
+    Args:
+        log_dir: folder for ``<worker>.log``, made if missing; a restarted worker appends.
+        grace: seconds a worker has for its own cleanup when the context ends.
+    """
+
+    def __init__(self, log_dir: Path, *, grace: float = 5.0) -> None:
+        self._log_dir = log_dir
+        self._grace = grace
+        self._token = secrets.token_hex(32)
+        self._watchers = asyncio.TaskGroup()
+        self._children: set[_Child] = set()
+        self._clients: set[RpcClient] = set()
+
+    async def __aenter__(self) -> Self:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        await self._watchers.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as closing:
+                for child in self._children:
+                    closing.create_task(child.stop(self._grace))
+        finally:
+            for client in self._clients:
+                await client.close()
+            # Not told of ``exc``: it would cancel the watchers and wrap the run's error in a group.
+            await self._watchers.__aexit__(None, None, None)
+
+    async def start(self, spec: WorkerSpec) -> LocalWorker:
+        """See ``Scheduler.start``."""
+        async with AsyncExitStack() as undo:
+            child = await _spawn(spec, self._log_dir / f"{spec.name}.log")
+            self._children.add(child)
+            self._watchers.create_task(self._watch(child))
+            undo.push_async_callback(child.kill)
+            url = await _deliver(child, spec, self._token)
+            client = RpcClient(url, self._token, spec.name)
+            self._clients.add(client)
+            undo.pop_all()
+        return LocalWorker(child, client)
+
+    async def _watch(self, child: _Child) -> None:
+        await child.watch()
+        self._children.discard(child)
+
+
+class LocalWorker:
+    """A ready worker process; see ``WorkerHandle``."""
+
+    def __init__(self, child: _Child, client: RpcClient) -> None:
+        self._child = child
+        self.name = child.name
+        self.pid = child.pid
+        self.client = client
+
+    async def wait(self) -> str:
+        """Return when the process has ended: how, and the last lines of its log."""
+        await self._child.ended.wait()
+        return self._child.describe()
+
+    async def close(self, grace: float = 5.0) -> None:
+        """SIGTERM to its group, SIGKILL after ``grace`` seconds; nothing once it has ended."""
+        try:
+            await self._child.stop(grace)
+        finally:
+            await self.client.close()
+
+
+async def _deliver(child: _Child, spec: WorkerSpec, token: str) -> str:
+    """Tell the newborn what to serve and return its url."""
+    start = WorkerStart(
+        name=spec.name, target=spec.target, payload=spec.payload, token=token, host=LOOPBACK
+    )
+    seconds = spec.start_timeout_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            answer = await child.exchange(start)
+    except TimeoutError:
+        raise StallError(f"{spec.name}: not ready after {seconds:g} s{child.tail()}") from None
+    except (OSError, EOFError):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_SECONDS):
+                await child.ended.wait()
+        raise WorkerError(f"before it was ready, {child.describe()}") from None
+    if isinstance(answer, Fault):
+        raise answer.exception(spec.name)
+    return answer.url
+
+
+async def _spawn(spec: WorkerSpec, log_path: Path) -> _Child:
+    with ExitStack() as undo:
+        ours, theirs = socket.socketpair()
+        undo.enter_context(ours)
+        with theirs, log_path.open("ab") as log:
+            log_start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "offbeat.launch.worker", str(os.getpid())),
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env=_environment(spec),
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        undo.pop_all()
+    return _Child(spec.name, process, reader, writer, log_path, log_start)
+
+
+def _environment(spec: WorkerSpec) -> dict[str, str]:
+    threads = str(spec.threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        **spec.env,
+    }
+
+
+class _Child:
+    """One process and its control connection. ``ended`` is set once, after it has been reaped."""
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log_path: Path,
+        log_start: int,
+    ) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.ended = asyncio.Event()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._log_path = log_path
+        self._log_start = log_start
+
+    async def watch(self) -> None:
+        """Wait for the end, then sweep what the process leaves behind in its group.
+
+        At once, because later the number may belong to somebody else.
+        """
+        await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._writer.close()
+        self.ended.set()
+
+    async def exchange(self, start: WorkerStart) -> Birth:
+        """Send ``start``, receive the answer; EOFError or OSError when the process is gone."""
+        self._writer.write(frame(start))
+        await self._writer.drain()
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        body = await self._reader.readexactly(length)
+        return decode(body, cast("type[Birth]", Birth))
+
+    async def stop(self, grace: float) -> None:
+        """Ask the group to end, wait ``grace`` seconds, then kill it."""
+        self._signal(signal.SIGTERM)
+        self._writer.close()
+        try:
+            async with asyncio.timeout(grace):
+                await self.ended.wait()
+        except TimeoutError:
+            logger.warning("%s did not stop within %g s of SIGTERM: killed", self.name, grace)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the group without asking; returns when the process has been reaped."""
+        self._signal(signal.SIGKILL)
+        try:
+            async with asyncio.timeout(KILL_SECONDS):
+                await self.ended.wait()
+        except TimeoutError:
+            raise WorkerError(f"{self.name} (pid {self.pid}) survives SIGKILL") from None
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def describe(self) -> str:
+        """How the process ended, with the end of its log."""
+        code = self._process.returncode
+        if code is None:
+            how = "left its control connection"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        return f"{self.name} {how}{self.tail()}"
+
+    def tail(self) -> str:
+        """The last lines this process wrote to its log, introduced by its path; may be empty."""
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return f"; end of {self._log_path}:\n" + "\n".join(lines) if lines else ""

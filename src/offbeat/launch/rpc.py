@@ -1,0 +1,218 @@
+"""Typed calls over HTTP: ``serve`` a service, call it with an ``RpcClient``.
+
+Owns the transport: routes, the token, size limits, and what a broken connection or a passed
+deadline is called. Knows neither what the methods do (``calls`` does) nor who started the process.
+
+    POST /rpc/<method>   msgpack array of arguments in, msgpack result out; 500 carries a Fault
+    GET  /health         answered by the event loop itself, without touching the service
+
+Every request carries the run's token. Cancelling a call closes its connection, and the server then
+cancels the method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import io
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from offbeat.errors import OffbeatError, StallError, WorkerError
+from offbeat.launch.calls import Dispatcher, Fault
+from offbeat.launch.codec import decode, encode
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 1 << 30
+LARGE_BODY_BYTES = 1 << 20
+"""Above this aiohttp wants a file object, so that it can write in pieces between other events."""
+
+CLOSE_SECONDS = 0.2
+"""What a running call may still take when its server closes; then it is cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcServer:
+    """A listening server; ``url`` holds the port that was really bound."""
+
+    url: str
+
+
+@asynccontextmanager
+async def serve(
+    service: object,
+    methods: Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str,
+    max_bytes: int = MAX_REQUEST_BYTES,
+) -> AsyncIterator[RpcServer]:
+    """Offer ``methods`` of ``service`` until the context ends; calls still running are cancelled.
+
+    Raises:
+        TypeError: a method cannot be offered; see ``Dispatcher``.
+        OSError: the address cannot be bound.
+    """
+    from aiohttp import web
+
+    app = web.Application(client_max_size=max_bytes)
+    endpoint = _Endpoint(Dispatcher(service, methods), token)
+    app.router.add_post("/rpc/{method}", endpoint.call)
+    app.router.add_get("/health", endpoint.health)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
+    )
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0]
+        yield RpcServer(url=f"http://{host}:{bound[1]}")
+    finally:
+        await runner.cleanup()
+
+
+class _Endpoint:
+    """The two request handlers."""
+
+    def __init__(self, dispatcher: Dispatcher, token: str) -> None:
+        self._dispatcher = dispatcher
+        self._expected = f"Bearer {token}".encode()
+
+    async def call(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        try:
+            return _reply(200, await self._dispatcher.invoke(*await _parts(request)))
+        except OffbeatError as exc:
+            fault = Fault.of(exc)
+            if fault.trace:
+                logger.error("%s", fault.trace)
+            return _reply(500, encode(fault))
+
+    async def health(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        return _reply(200, b"")
+
+    def _authorize(self, request: web.Request) -> None:
+        from aiohttp import web
+
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._expected):
+            raise web.HTTPUnauthorized
+
+
+async def _parts(request: web.Request) -> tuple[str, bytes]:
+    return request.match_info["method"], await request.read()
+
+
+def _reply(status: int, body: bytes) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(status=status, body=_body(body), content_type="application/msgpack")
+
+
+def _body(data: bytes) -> bytes | io.BytesIO:
+    return io.BytesIO(data) if len(data) > LARGE_BODY_BYTES else data
+
+
+class RpcClient:
+    """Calls one worker. Make it inside a running event loop; ``close`` it there too.
+
+    Args:
+        url: where ``serve`` listens.
+        token: the run's token.
+        name: the worker's name, put in front of every error.
+    """
+
+    def __init__(self, url: str, token: str, name: str) -> None:
+        import aiohttp
+
+        self.url = url
+        self.name = name
+        self._session = aiohttp.ClientSession(
+            # No limit here: admission bounds the calls, and a hidden queue would look like a stall.
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Authorization": f"Bearer {token}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    @overload
+    async def call(
+        self, method: str, *args: object, returns: type[T], timeout: float | None
+    ) -> T: ...
+
+    @overload
+    async def call(
+        self, method: str, *args: object, returns: None = None, timeout: float | None
+    ) -> None: ...
+
+    async def call(
+        self, method: str, *args: object, returns: type[T] | None = None, timeout: float | None
+    ) -> T | None:
+        """Call ``method`` and wait for its result.
+
+        Args:
+            method: one of the service's ``METHODS``.
+            args: positional arguments.
+            returns: type of the result.
+            timeout: seconds; None waits until the worker answers or its connection breaks.
+
+        Raises:
+            StallError: no answer within ``timeout``; the method is cancelled.
+            WorkerError: the worker is gone, or answered with something unexpected.
+            OffbeatError: what the method raised, as the same class.
+        """
+        status, data = await self._request("POST", f"/rpc/{method}", encode(args), method, timeout)
+        if status == 200:
+            return self._decode(method, data, type(None) if returns is None else returns)
+        if status == 500:
+            raise self._decode(method, data, Fault).exception(self.name)
+        raise WorkerError(f"{self.name}: {method} was refused with HTTP status {status}")
+
+    async def health(self, *, timeout: float) -> None:
+        """Return when the worker's event loop answers; raises StallError or WorkerError."""
+        status, _ = await self._request("GET", "/health", b"", "health", timeout)
+        if status != 200:
+            raise WorkerError(f"{self.name}: health was refused with HTTP status {status}")
+
+    def _decode(self, method: str, data: bytes, target: type[T]) -> T:
+        try:
+            return decode(data, target)
+        except WorkerError as exc:
+            raise WorkerError(f"{self.name}: answer to {method}: {exc}") from exc
+
+    async def _request(
+        self, verb: str, path: str, body: bytes, method: str, timeout: float | None
+    ) -> tuple[int, bytes]:
+        import aiohttp
+
+        if self._session.closed:
+            raise WorkerError(f"{self.name}: {method} was called after the worker was closed")
+        try:
+            async with (
+                asyncio.timeout(timeout) as deadline,
+                self._session.request(
+                    verb, self.url + path, data=_body(body), allow_redirects=False
+                ) as response,
+            ):
+                return response.status, await response.read()
+        except TimeoutError as exc:
+            if deadline.expired():
+                raise StallError(f"{self.name}: no answer to {method} in {timeout:g} s") from None
+            raise WorkerError(f"{self.name}: connection lost in {method}: {exc!r}") from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            raise WorkerError(f"{self.name}: connection lost in {method}: {exc!r}") from exc
+
+    async def close(self) -> None:
+        """Close every connection; calls still waiting end with WorkerError."""
+        await self._session.close()
