@@ -1,0 +1,1 @@
+"""Rollouts: how a prompt becomes scored siblings, and how these become training rows."""
