@@ -1,0 +1,223 @@
+"""The ledger of a run as a reader sees it: what ``run.db`` holds and how it adds up.
+
+Owns the schema, the totals and every query; `offbeat.pipeline.ledger` owns every change. A reader
+may be another process while the run goes on, or come long after the run was killed.
+
+    admitted  = trained + dropped(by reason) + open                 groups
+    generated = trained + wasted(by reason)                         tokens of the groups that ended
+
+Rows that a resumed run superseded stay in the file and count nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from offbeat.errors import DataError
+from offbeat.types import DropReason, GroupId
+
+FILE_NAME = "run.db"
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    group_id           INTEGER NOT NULL,
+    attempt            INTEGER NOT NULL,
+    superseded_by      INTEGER,
+    epoch              INTEGER NOT NULL,
+    row                INTEGER NOT NULL,
+    admission_version  INTEGER NOT NULL,
+    admitted_at        REAL    NOT NULL,
+    fate               TEXT CHECK (fate IN ('trained', 'dropped')),
+    reason             TEXT CHECK ((reason IS NOT NULL) = (fate IS 'dropped')),
+    step               INTEGER CHECK ((step IS NOT NULL) = (fate IS 'trained')),
+    start_version      INTEGER,
+    ended_at           REAL    CHECK ((ended_at IS NULL) = (fate IS NULL)),
+    detail             TEXT    NOT NULL DEFAULT '',
+    generated_tokens   INTEGER NOT NULL DEFAULT 0,
+    trained_tokens     INTEGER NOT NULL DEFAULT 0 CHECK (trained_tokens <= generated_tokens),
+    PRIMARY KEY (group_id, attempt)
+);
+CREATE UNIQUE INDEX IF NOT EXISTS one_surviving_row
+    ON groups (group_id) WHERE superseded_by IS NULL;
+CREATE TABLE IF NOT EXISTS attempts (
+    attempt            INTEGER PRIMARY KEY,
+    started_at         REAL    NOT NULL,
+    next_group_id      INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS events (
+    id                 INTEGER PRIMARY KEY,
+    attempt            INTEGER NOT NULL,
+    at                 REAL    NOT NULL,
+    kind               TEXT    NOT NULL,
+    group_id           INTEGER,
+    detail             TEXT    NOT NULL DEFAULT ''
+);
+"""
+
+UNTRAINED = "untrained"
+"""Why tokens of a *trained* group were wasted: their rollout left the loss (invalid, masked)."""
+
+
+class Fate(StrEnum):
+    """How a group ended."""
+
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerTotals:
+    """Groups of the surviving line: ``admitted = trained + sum(dropped) + open``; every reason has
+    a key.
+    """
+
+    admitted: int
+    trained: int
+    dropped: Mapping[DropReason, int]
+    open: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTotals:
+    """Generated tokens of the groups that ended: ``generated = trained + sum(wasted)``.
+
+    ``wasted`` has a key per `DropReason` value and ``untrained``.
+    """
+
+    generated: int
+    trained: int
+    wasted: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """One admission of one group. ``fate`` is None while it is open; times are seconds since the
+    epoch.
+    """
+
+    group_id: GroupId
+    attempt: int
+    superseded_by: int | None
+    epoch: int
+    row: int
+    admission_version: int
+    admitted_at: float
+    fate: Fate | None
+    reason: DropReason | None
+    step: int | None
+    start_version: int | None
+    ended_at: float | None
+    detail: str
+    generated_tokens: int
+    trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEvent:
+    """Something worth knowing later: a healed worker, a broken determinism."""
+
+    attempt: int
+    at: float
+    kind: str
+    group_id: GroupId | None
+    detail: str
+
+
+def group_totals(connection: sqlite3.Connection) -> LedgerTotals:
+    """`LedgerTotals` from one query, hence of one moment."""
+    found = connection.execute(
+        "SELECT fate, reason, count(*) FROM groups "
+        "WHERE superseded_by IS NULL GROUP BY fate, reason"
+    ).fetchall()
+    counts = {(fate, reason): int(n) for fate, reason, n in found}
+    return LedgerTotals(
+        admitted=sum(counts.values()),
+        trained=counts.get((Fate.TRAINED, None), 0),
+        dropped={reason: counts.get((Fate.DROPPED, reason), 0) for reason in DropReason},
+        open=counts.get((None, None), 0),
+    )
+
+
+def token_totals(connection: sqlite3.Connection) -> TokenTotals:
+    """`TokenTotals` from one query."""
+    found = connection.execute(
+        "SELECT reason, sum(generated_tokens), sum(trained_tokens) FROM groups "
+        "WHERE superseded_by IS NULL AND fate IS NOT NULL GROUP BY reason"
+    ).fetchall()
+    wasted: dict[str, int] = dict.fromkeys([*(r.value for r in DropReason), UNTRAINED], 0)
+    for reason, generated, trained in found:
+        wasted[UNTRAINED if reason is None else reason] += generated - trained
+    return TokenTotals(
+        generated=sum(int(g) for _, g, _ in found),
+        trained=sum(int(t) for _, _, t in found),
+        wasted=wasted,
+    )
+
+
+def read_totals(path: Path) -> LedgerTotals:
+    """The groups of ``run.db``. Raises DataError when it is missing or not a ledger."""
+    with _reading(path) as connection:
+        return group_totals(connection)
+
+
+def read_tokens(path: Path) -> TokenTotals:
+    """The tokens of ``run.db``. Raises DataError when it is missing or not a ledger."""
+    with _reading(path) as connection:
+        return token_totals(connection)
+
+
+def read_groups(path: Path, *, superseded: bool = False) -> tuple[LedgerRow, ...]:
+    """Every row in order of group id; with ``superseded`` those of abandoned attempts too. Raises
+    DataError.
+    """
+    names = list(LedgerRow.__dataclass_fields__)
+    where = "" if superseded else "WHERE superseded_by IS NULL"
+    query = f"SELECT {', '.join(names)} FROM groups {where} ORDER BY group_id, attempt"
+    with _reading(path) as connection:
+        return tuple(
+            _ledger_row(dict(zip(names, r, strict=True))) for r in connection.execute(query)
+        )
+
+
+def _ledger_row(values: dict[str, object]) -> LedgerRow:
+    fate, reason = values["fate"], values["reason"]
+    values["fate"] = None if fate is None else Fate(str(fate))
+    values["reason"] = None if reason is None else DropReason(str(reason))
+    return LedgerRow(**values)  # type: ignore[arg-type]  # the schema fixes the type of every column
+
+
+def read_events(path: Path) -> tuple[LedgerEvent, ...]:
+    """Every event in the order of writing. Raises DataError."""
+    query = "SELECT attempt, at, kind, group_id, detail FROM events ORDER BY id"
+    with _reading(path) as connection:
+        return tuple(
+            LedgerEvent(attempt=attempt, at=at, kind=kind, group_id=group, detail=detail)
+            for attempt, at, kind, group, detail in connection.execute(query)
+        )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such ledger")
+    try:
+        with closing(_open_read_only(path)) as connection:
+            yield connection
+    except sqlite3.Error as exc:
+        raise DataError(f"{path}: cannot be read as a run's ledger: {exc}") from exc
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    # Reading a WAL database needs its -wal and -shm files. In a folder where they cannot be made
+    # and there is no -wal, nobody writes, and the file alone is complete.
+    alone = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
+    return sqlite3.connect(uri, uri=True, timeout=10.0)

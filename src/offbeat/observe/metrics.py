@@ -1,0 +1,294 @@
+"""The declared metrics of a run and the record of one step.
+
+Owns the set of names (``area/quantity_unit``), how several values of one name become one
+(`Reduction`), and `StepRecord`. Knows no files and no processes. A name that is not declared here
+is a typo somebody plots for a week: it is refused where tests turn warnings into errors, and said
+once (by the warnings machinery) in a user's run, which goes on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from offbeat.protocols import JsonValue
+from offbeat.types import DropReason
+
+
+class Reduction(StrEnum):
+    """How several values of one metric become one number."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One declared metric: its name, how it is reduced, and what it means (with unit)."""
+
+    name: str
+    reduction: Reduction
+    meaning: str
+
+
+class UndeclaredMetric(UserWarning, ValueError):
+    """A metric name that is not in `METRICS`; an error under a warnings filter of ``error``."""
+
+
+_MEAN: Mapping[str, str] = {
+    "reward/mean": "mean reward of the valid rollouts of the batch",
+    "reward/std": "standard deviation of the same rewards",
+    "reward/valid_fraction": "rollouts of the batch whose reward could be computed",
+    "reward/zero_std_fraction": "groups whose rewards are all equal: they teach nothing",
+    "reward/seconds": "seconds one reward took",
+    "eval/reward_mean": "mean reward on the validation set",
+    "eval/length_tokens": "mean length of a validation answer",
+    "eval/truncated_fraction": "validation answers cut by the length limit",
+    "eval/valid_fraction": "validation rewards that could be computed",
+    "lag/group_mean": "start version - admission version, mean over groups",
+    "lag/token_mean": "start version - token version, mean over trained tokens",
+    "throughput/tokens_per_second": "generated tokens per second of the step, prompts excluded",
+    "throughput/trained_tokens_per_second": "tokens with a loss per second of the step",
+    "throughput/groups_per_second": "groups trained per second of the step",
+    "generate/length_tokens": "mean length of an answer of the batch",
+    "generate/truncated_fraction": "answers of the batch cut by the length limit",
+    "generate/slots_used_fraction": "generator slots with a running request",
+    "generate/engine_busy_fraction": "share of the step in which the engine ran a forward pass",
+    "train/decode_share_fraction": "share of training time in which a decode forward was running",
+    "actor/loss": "loss of the actor, all terms",
+    "actor/policy_loss": "clipped surrogate alone",
+    "actor/kl_loss": "KL to the reference, as it enters the loss",
+    "actor/entropy": "entropy over the vocabulary, nats, mean over trained tokens",
+    "actor/clip_fraction": "trained tokens whose ratio was clipped",
+    "actor/dual_clip_fraction": "trained tokens held by the lower clip of negative advantages",
+    "actor/grad_norm": "gradient norm before clipping, mean over minibatches",
+    "actor/ratio_mean": "current over proximal probability",
+    "actor/advantage_mean": "mean advantage over trained tokens",
+    "actor/advantage_std": "standard deviation of the advantages over trained tokens",
+    "actor/behave_weight_mean": "proximal over behavior probability, before the cap",
+    "actor/masked_fraction": "trained tokens whose behavior weight was masked",
+    "actor/capped_fraction": "trained tokens whose behavior weight was truncated at the cap",
+    "actor/ess": "effective sample size of the behavior weights, as a fraction of the tokens",
+    "actor/kl_k1": "k1 estimate of KL(behavior || proximal), nats",
+    "actor/kl_k3": "k3 estimate of KL(behavior || proximal), nats",
+    "actor/ref_kl": "KL to the reference model, nats",
+    "actor/prox_error_mean": "error of the approximated proximal log-prob, nats, mean of absolutes",
+    "actor/logp_error_mean": "recomputed minus recorded log-prob of fresh tokens, mean absolute",
+    "actor/length_tokens": "mean trained tokens of a row",
+    "critic/loss": "value loss",
+    "critic/grad_norm": "gradient norm of the critic before clipping",
+    "critic/value_mean": "mean value over trained tokens",
+    "critic/clip_fraction": "values held by the value clip",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return)",
+}
+_SUM: Mapping[str, str] = {
+    "reward/invalid_count": "rollouts whose reward could not be computed",
+    "reward/timeout_count": "rewards killed at their deadline",
+    "eval/samples_count": "validation answers scored",
+    "eval/seconds": "seconds spent evaluating",
+    "wait/data_seconds": "seconds the trainer waited for groups",
+    "wait/eval_seconds": "seconds a commit waited for a running evaluation",
+    "wait/save_seconds": "seconds training waited for a save",
+    "generate/pause_seconds": "seconds generation stood still for a commit",
+    "generate/prefill_tokens": "prompt tokens processed",
+    "generate/decode_tokens": "tokens generated",
+    "generate/two_versions_count": "completions whose tokens have more than one version",
+    "generate/restart_count": "generators replaced after they died",
+    "train/update_seconds": "seconds the trainer was busy with the update",
+    "train/publish_seconds": "seconds to lay the new weights out for the generators",
+    "train/forward_seconds": "seconds of log-prob passes inside the update",
+    "train/backward_seconds": "seconds of forward-backward passes inside the update",
+    "train/optimizer_seconds": "seconds of optimizer steps inside the update",
+    "weights/stage_seconds": "seconds to stage the new version at the generators",
+    "weights/commit_seconds": "seconds from the commit request to the last acknowledgment",
+    "weights/bytes": "bytes of the published weights",
+    "actor/tokens_count": "tokens with a loss",
+    "actor/rows_count": "rows of the batch",
+    "actor/minibatches_count": "optimizer steps of the update",
+    "actor/microbatches_count": "forward-backward passes of the update",
+    "actor/nonfinite_count": "tokens dropped because their recorded log-prob was not finite",
+    "groups/admitted_count": "groups admitted during the step",
+    "groups/trained_count": "groups trained by the step",
+    "groups/dropped_count": "groups dropped during the step, all reasons",
+    "tokens/prefill_count": "prompt tokens processed during the step",
+    "tokens/generated_count": "tokens of the groups that ended during the step",
+    "tokens/trained_count": "of these, tokens with a loss",
+    "tokens/wasted_count": "of these, tokens without",
+    "checkpoint/copy_seconds": "seconds training stood still to copy what is saved",
+    "checkpoint/write_seconds": "seconds the save took in all",
+}
+_MAX: Mapping[str, str] = {
+    "reward/max": "best reward of the batch",
+    "lag/group_max": "start version - admission version, largest of the batch",
+    "lag/token_max": "start version - token version, largest of the batch",
+    "generate/length_max_tokens": "longest answer of the batch",
+    "actor/ratio_max": "largest current over proximal probability",
+    "actor/behave_weight_max": "largest proximal over behavior probability",
+    "actor/prox_error_max": "largest error of the approximated proximal log-prob, nats",
+    "actor/logp_error_max": "largest recomputed minus recorded log-prob of fresh tokens, nats",
+    "actor/grad_norm_max": "largest gradient norm before clipping",
+    "process/peak_rss_bytes": "sum over processes of each one's peak resident memory",
+}
+_MIN: Mapping[str, str] = {
+    "reward/min": "worst reward of the batch",
+    "actor/ratio_min": "smallest current over proximal probability",
+    "actor/behave_weight_min": "smallest proximal over behavior probability",
+}
+_LAST: Mapping[str, str] = {
+    "eval/version": "policy version that was evaluated",
+    "lag/budget": "tickets that may be open, as adaptive lookahead set it",
+    "generate/running_count": "requests running in the generators",
+    "generate/waiting_count": "requests waiting for a slot",
+    "groups/open_count": "admitted groups without a fate",
+    "actor/lr": "learning rate of the last optimizer step",
+    "critic/lr": "learning rate of the critic's last optimizer step",
+    "data/epoch": "epoch of the newest admitted prompt",
+}
+
+DROPPED_PREFIX = "groups/dropped_"
+"""``groups/dropped_<reason>_count`` for every `DropReason`."""
+
+PART_PREFIXES = ("reward_part/", "eval_part/")
+"""``reward_part/<name>``, ``eval_part/<name>``: the mean of one named part of the reward in training and evaluation; the
+names are the user's."""
+
+
+def dropped_name(reason: DropReason) -> str:
+    """The metric that counts groups dropped for ``reason``."""
+    return f"{DROPPED_PREFIX}{reason.value}_count"
+
+
+def _declare() -> Iterable[Metric]:
+    by_reduction = {
+        Reduction.MEAN: _MEAN,
+        Reduction.SUM: {
+            **_SUM,
+            **{dropped_name(r): f"groups dropped during the step: {r.value}" for r in DropReason},
+        },
+        Reduction.MAX: _MAX,
+        Reduction.MIN: _MIN,
+        Reduction.LAST: _LAST,
+    }
+    for reduction, meanings in by_reduction.items():
+        for name, meaning in meanings.items():
+            yield Metric(name=name, reduction=reduction, meaning=meaning)
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _declare()})
+"""Every declared metric by name."""
+
+
+def declared(name: str) -> Metric:
+    """The metric called ``name``.
+
+    Raises:
+        UndeclaredMetric: no such metric; the message names the nearest one.
+    """
+    known = METRICS.get(name)
+    if known is not None:
+        return known
+    if any(name.startswith(p) and len(name) > len(p) for p in PART_PREFIXES):
+        return Metric(name=name, reduction=Reduction.MEAN, meaning="one part of the reward")
+    nearest = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
+    raise UndeclaredMetric(
+        f"metric {name!r} is not declared in offbeat.observe.metrics; the nearest is {nearest[0]!r}"
+    )
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Warn with `UndeclaredMetric` for each name that is not declared."""
+    for name in names:
+        try:
+            declared(name)
+        except UndeclaredMetric as unknown:
+            warnings.warn(unknown, stacklevel=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The metrics of one finished step.
+
+    ``version`` is the one that the step produced; ``seconds`` the duration of the step on the
+    controller's clock; ``metrics`` maps declared names to reduced values, NaN included when that is
+    what was measured.
+    """
+
+    step: int
+    version: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, JsonValue]:
+        """What a sink writes: ``version``, ``seconds`` and the metrics in one mapping."""
+        check_declared(self.metrics)
+        return {"version": self.version, "seconds": self.seconds, **self.metrics}
+
+
+class MetricReducer:
+    """Collects values of declared metrics and reduces each by its own rule.
+
+    Args:
+        strict: raise `UndeclaredMetric` for an unknown name; otherwise warn and keep its mean.
+
+    Example:
+        >>> r = MetricReducer()
+        >>> r.add("reward/mean", 1.0, weight=3); r.add("reward/mean", 0.0)
+        >>> r.reduced()
+        {'reward/mean': 0.75}
+    """
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self._strict = strict
+        self._values: dict[str, list[tuple[float, float]]] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """One value; ``weight`` (> 0) counts in a mean only."""
+        if not weight > 0:
+            raise ValueError(f"{name}: weight must be positive, got {weight}")
+        if name not in self._values:
+            if self._strict:
+                declared(name)
+            else:
+                check_declared([name])
+        self._values.setdefault(name, []).append((float(value), float(weight)))
+
+    def merge(self, values: Mapping[str, float], weight: float = 1.0) -> None:
+        """Every value of ``values``."""
+        for name, value in values.items():
+            self.add(name, value, weight)
+
+    def reduced(self) -> dict[str, float]:
+        """One number per name, in the order in which the names were first added."""
+        return {name: _reduce(_rule(name), pairs) for name, pairs in self._values.items()}
+
+
+def _rule(name: str) -> Reduction:
+    known = METRICS.get(name)
+    return known.reduction if known is not None else Reduction.MEAN
+
+
+def _reduce(rule: Reduction, pairs: list[tuple[float, float]]) -> float:
+    values = [v for v, _ in pairs]
+    # max() and min() of a list with NaN depend on the order; a NaN that was measured must stay
+    # visible.
+    if any(math.isnan(v) for v in values) and rule is not Reduction.LAST:
+        return math.nan
+    match rule:
+        case Reduction.SUM:
+            return math.fsum(values)
+        case Reduction.MAX:
+            return max(values)
+        case Reduction.MIN:
+            return min(values)
+        case Reduction.LAST:
+            return values[-1]
+        case Reduction.MEAN:
+            return math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)

@@ -1,0 +1,1 @@
+"""The loop: admission, episodes, batches, updates and commits of one run."""

@@ -1,0 +1,188 @@
+"""Claims about summary.json and the totals of a run."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import DataError
+from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.metrics import StepRecord
+from offbeat.observe.summary import RunStatus, RunTotals, Summary, read_summary
+from offbeat.types import DropReason, GeneratorStats, PolicyVersion
+
+GROUPS = LedgerTotals(
+    admitted=10, trained=6, dropped=dict.fromkeys(DropReason, 0) | {DropReason.STALE: 1}, open=3
+)
+TOKENS = TokenTotals(generated=100, trained=80, wasted={"stale": 15, "untrained": 5})
+
+STEPS = [
+    StepRecord(
+        step=1,
+        version=1,
+        seconds=2.0,
+        metrics={
+            "reward/mean": 0.25,
+            "lag/group_mean": 0.0,
+            "lag/group_max": 0.0,
+            "lag/token_mean": 0.0,
+            "groups/trained_count": 4.0,
+            "actor/tokens_count": 30.0,
+            "wait/data_seconds": 1.0,
+            "train/update_seconds": 0.5,
+            "generate/two_versions_count": 1.0,
+            "eval/reward_mean": 0.5,
+        },
+    ),
+    StepRecord(
+        step=2,
+        version=2,
+        seconds=3.0,
+        metrics={
+            "reward/mean": 0.75,
+            "lag/group_mean": 3.0,
+            "lag/group_max": 4.0,
+            "lag/token_mean": 2.0,
+            "groups/trained_count": 2.0,
+            "actor/tokens_count": 10.0,
+            "wait/data_seconds": 0.5,
+            "train/update_seconds": 1.0,
+            "generate/two_versions_count": 2.0,
+            "eval/reward_mean": 0.25,
+        },
+    ),
+]
+
+
+def stats(prefill: int, rss: int, decode: tuple[tuple[float, float], ...] = ()) -> GeneratorStats:
+    return GeneratorStats(
+        version=PolicyVersion(0),
+        slots=4,
+        running=0,
+        waiting=0,
+        prefill_tokens=prefill,
+        decode_tokens=0,
+        finished=0,
+        aborted=0,
+        paused=False,
+        peak_rss_bytes=rss,
+        decode_spans=decode,
+    )
+
+
+def summary_of(totals: RunTotals, now: float, **more: object) -> Summary:
+    fields = {"status": RunStatus.COMPLETED, "groups": GROUPS, "tokens": TOKENS} | more
+    return totals.summary(now=now, **fields)  # type: ignore[arg-type]  # a test's shorthand
+
+
+def whole_run() -> Summary:
+    totals = RunTotals(100.0)
+    totals.add_eval(0.125)
+    for record in STEPS:
+        totals.add_step(record)
+    totals.add_training(101.0, 103.0)
+    totals.add_engine("generator-0", stats(50, 1000, ((100.5, 102.0), (104.0, 105.0))))
+    for pid, peak in ((1, 300), (2, 1000), (1, 200)):
+        totals.add_rss(f"pid {pid}", peak)
+    return summary_of(totals, 110.0)
+
+
+def test_totals_add_up() -> None:
+    s = whole_run()
+    assert s.steps == 2
+    assert (s.seconds.total, s.seconds.training, s.seconds.waiting) == (10.0, 1.5, 1.5)
+    assert (s.eval.first, s.eval.last, s.eval.best) == (0.125, 0.25, 0.5)
+    assert (s.reward.first, s.reward.last) == (0.25, 0.75)
+    assert s.lag.group_mean == pytest.approx(3.0 * 2 / 6)
+    assert s.lag.token_mean == pytest.approx(2.0 * 10 / 40)
+    assert s.lag.group_max == 4
+    assert s.tokens.wasted == 20
+    assert s.completions_with_two_versions == 3
+    assert s.decode_share_of_training_time == 0.5
+    assert s.engine_busy_fraction == 0.25
+    assert s.peak_rss_bytes == 1300
+    assert s.tokens.prefill == 50
+
+
+def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
+    whole_run().write(tmp_path / "summary.json")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert list(found) == [
+        "status",
+        "steps",
+        "seconds",
+        "eval",
+        "reward",
+        "lag",
+        "tokens",
+        "groups",
+        "completions_with_two_versions",
+        "decode_share_of_training_time",
+        "engine_busy_fraction",
+        "peak_rss_bytes",
+    ]
+    assert list(found["seconds"]) == ["total", "training", "waiting"]
+    assert list(found["eval"]) == ["first", "last", "best"]
+    assert list(found["reward"]) == ["first", "last"]
+    assert list(found["lag"]) == ["group_mean", "group_max", "token_mean"]
+    assert list(found["tokens"]) == ["prefill", "generated", "trained", "wasted"]
+    assert list(found["groups"]) == ["admitted", "trained", "dropped", "open"]
+    assert found["groups"]["dropped"] == {r.value: int(r is DropReason.STALE) for r in DropReason}
+    assert found["status"] == "completed"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_summary_is_read_back_equal(tmp_path: Path) -> None:
+    totals = RunTotals(0.0)
+    failed = summary_of(
+        totals, 1.0, status=RunStatus.FAILED, error="StallError: waited for group 7"
+    )
+    failed.write(tmp_path / "summary.json")
+    assert read_summary(tmp_path / "summary.json") == failed
+    whole_run().write(tmp_path / "summary.json")
+    assert read_summary(tmp_path / "summary.json") == whole_run()
+
+
+def test_run_that_never_stepped_has_nulls_instead_of_zeros() -> None:
+    s = summary_of(RunTotals(0.0), 1.0)
+    assert (s.reward.first, s.eval.best, s.lag.group_max, s.lag.token_mean) == (None,) * 4
+    assert s.decode_share_of_training_time is None
+
+
+def test_resumed_run_counts_the_surviving_steps_of_earlier_attempts() -> None:
+    totals = RunTotals(50.0, STEPS[:1])
+    totals.add_step(STEPS[1])
+    s = summary_of(totals, 54.0)
+    assert (s.steps, s.seconds.total, s.reward.first, s.reward.last) == (2, 6.0, 0.25, 0.75)
+
+
+def test_counters_of_a_replaced_generator_are_not_lost() -> None:
+    totals = RunTotals(0.0)
+    for worker, prefill in (("g0", 40), ("g1", 5), ("g0", 100), ("g0", 10), ("g0", 30)):
+        totals.add_engine(worker, stats(prefill, 1))
+    assert summary_of(totals, 1.0).tokens.prefill == 100 + 30 + 5
+
+
+def test_nan_of_one_step_does_not_reach_the_summary() -> None:
+    totals = RunTotals(0.0)
+    for record in STEPS[:1]:
+        totals.add_step(record)
+    totals.add_step(StepRecord(step=2, version=2, seconds=1.0, metrics={"reward/mean": math.nan}))
+    assert summary_of(totals, 1.0).reward.last == 0.25
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"status": "completed"}', b'{"status": 3}']
+)
+def test_file_that_is_no_summary_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "summary.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"summary\.json"):
+        read_summary(path)
+
+
+def test_missing_summary_says_what_that_means(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has not ended, or was killed"):
+        read_summary(tmp_path / "summary.json")
