@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over a slot KV cache, on transformers' own model code."""

@@ -1,0 +1,116 @@
+"""Draw one token per row from its own random stream.
+
+Owns the counter-based uniforms and the inverse-CDF draw; knows no requests and no model. The uniform of a token is a
+hash of (request seed, answer position), so it needs no state and never depends on which rows run beside it.
+
+Shapes: N rows, V vocabulary, W candidates padded to whole blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.algo.logprobs import gather_logprobs, scale_logits
+
+_BLOCK = 256
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """Sampling options of N rows, each ``[N]``; ``truncated`` tells whether any row uses top_p, top_k or min_p."""
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    truncated: bool
+    greedy: bool
+
+
+def _splitmix(x: Tensor) -> Tensor:
+    """Finalizer of splitmix64 on int64 lanes (Steele, Lea, Flood 2014); shifts are made logical by a mask."""
+    x = x + _GAMMA
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One float64 in [0, 1) per row: a hash of ``seeds`` [N] int64 and ``positions`` [N] int64."""
+    bits = _splitmix(_splitmix(seeds) ^ positions)
+    return ((bits >> 11) & 0x1FFFFFFFFFFFFF).double() * 2.0**-53
+
+
+def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
+    """The first index whose cumulative probability exceeds ``u`` times the total, [N] int64.
+
+    ``p`` [N, V] float32, not necessarily normalized; an index of probability 0 is never drawn. Two levels (blocks of 256, then inside
+    one block) with float64 sums: the result equals a full float64 scan at a fraction of its cost.
+    """
+    n, v = p.shape
+    if v % _BLOCK:
+        p = torch.nn.functional.pad(p, (0, -v % _BLOCK))
+    blocks = p.view(n, -1, _BLOCK)
+    edges = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = (u * edges[:, -1])[:, None]
+    block = torch.searchsorted(edges, target, right=True).clamp_(max=edges.shape[1] - 1)
+    before = torch.where(block > 0, edges.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(n, 1, _BLOCK)).squeeze(1)
+    inside_edges = inside.double().cumsum(-1)
+    # Rounding may put the remainder at or past the block's end: stay below it, on an index that has mass.
+    limit = inside_edges[:, -1:] * (1 - 2.0**-52)
+    offset = torch.searchsorted(inside_edges, torch.minimum(target - before, limit), right=True)
+    return (block * _BLOCK + offset.clamp_(max=_BLOCK - 1)).squeeze(1)
+
+
+def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
+    """``p`` with everything outside top_k, then top_p, then min_p set to 0; ties are cut in index order."""
+    v = p.shape[1]
+    top, order = p.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(v, device=p.device)[None, :]
+    k = torch.where(rows.top_k > 0, rows.top_k, v)[:, None]
+    kept = rank < k
+    mass = torch.where(kept, top, 0.0).double()
+    before = mass.cumsum(-1) - mass
+    kept &= before < rows.top_p[:, None] * mass.sum(-1, keepdim=True)
+    kept &= top >= rows.min_p[:, None] * top[:, :1]
+    kept[:, 0] = True
+    return p * torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw a token for every row.
+
+    Args:
+        logits: [N, V].
+        rows: sampling options; temperature 0 takes the most likely token (the first of equals).
+        seeds: [N] int64 bit patterns; positions: [N] int64, index of the token within its answer.
+
+    Returns: (tokens [N] int64, logprobs [N] float32 nats of the distribution sampled from: after temperature and truncation,
+        renormalized; exactly 0 for greedy rows).
+    """
+    hot = torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    x = scale_logits(logits, hot)
+    log_z = torch.logsumexp(x, dim=-1)
+    p = torch.exp(x - log_z[:, None])
+    if rows.truncated:
+        cut = (rows.top_p < 1) | (rows.top_k > 0) | (rows.min_p > 0)
+        # Rows that do not truncate keep their bits, whoever runs beside them.
+        p = torch.where(cut[:, None], _truncate(p, rows), p)
+    tokens = inverse_cdf(p, uniforms(seeds, positions))
+    logp = gather_logprobs(x, log_z, tokens)
+    if rows.truncated:
+        logp = torch.where(cut, logp - p.sum(-1, dtype=torch.float64).log().float(), logp)
+    if rows.greedy:
+        greedy = rows.temperature <= 0
+        tokens = torch.where(greedy, x.argmax(-1), tokens)
+        logp = torch.where(greedy, 0.0, logp)
+    return tokens, logp

@@ -1,0 +1,258 @@
+"""The generator process: one engine thread, one event loop, and the calls between them.
+
+Consumes ``GenerateRequest``s and weight updates over RPC; produces ``Completion``s. The engine thread is the only one that touches
+the model: between two steps it takes whatever the loop posted (requests, aborts, a weight swap). Control calls that need no
+model (pause, resume, stats) answer from the loop and never wait for a forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import torch
+
+from offbeat.data.tokens import TextCodec
+from offbeat.errors import GenerationError, OffbeatError
+from offbeat.generate.client import EngineInfo, GeneratorSpec
+from offbeat.generate.engine.engine import Engine
+from offbeat.generate.engine.selfcheck import compare_paths
+from offbeat.launch.codec import decode
+from offbeat.model.load import load_model, resolve_device, resolve_dtype
+from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
+from offbeat.weights.memory import MemorySubscriber
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GeneratorService:
+    """Serves one engine. Create with ``open_service``."""
+
+    METHODS = ("generate", "stage", "commit", "pause", "resume", "abort", "stats", "info")
+
+    def __init__(self, engine: Engine, subscriber: MemorySubscriber, info: EngineInfo) -> None:
+        self._engine = engine
+        self._subscriber = subscriber
+        self._info = info
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._paused = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._drive, name="engine")
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.request_id in self._pending:
+            raise GenerationError(f"request {request.request_id} is already running")
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._pending[request.request_id] = future
+        try:
+            await self._on_engine(lambda: self._engine.submit(request))
+            return await future
+        except asyncio.CancelledError:
+            self._post(lambda: self._deliver(self._engine.abort([request.request_id])))
+            raise
+        finally:
+            del self._pending[request.request_id]
+
+    async def stage(self, update: WeightUpdate) -> None:
+        await asyncio.to_thread(self._subscriber.stage, update)
+
+    async def commit(self, version: PolicyVersion) -> float:
+        def swap() -> float:
+            started = self._loop.time()
+            self._engine.swap_weights(lambda: self._subscriber.commit(version), version)
+            return self._loop.time() - started
+
+        return await self._on_engine(swap)
+
+    async def pause(self) -> None:
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        with self._wake:
+            self._wake.notify()
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        def end() -> int:
+            ended = self._engine.abort(request_ids)
+            self._deliver(ended)
+            return len(ended)
+
+        return await self._on_engine(end)
+
+    async def stats(self) -> GeneratorStats:
+        engine = self._engine
+        return GeneratorStats(
+            version=engine.version,
+            slots=engine.slots,
+            running=engine.running,
+            waiting=engine.waiting,
+            prefill_tokens=engine.prefill_tokens,
+            decode_tokens=engine.decode_tokens,
+            finished=engine.finished,
+            aborted=engine.aborted,
+            paused=self._paused,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            decode_spans=engine.decode_spans.take(),
+            prefill_spans=engine.prefill_spans.take(),
+        )
+
+    async def info(self) -> EngineInfo:
+        return self._info
+
+    async def close(self) -> None:
+        """Stop the engine thread; running requests end as cancelled with their callers."""
+        self._closing = True
+        with self._wake:
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # Between loop and engine thread
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _on_engine(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the engine thread, between two steps."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except OffbeatError as exc:
+                self._call_loop(_fail, future, exc)
+            except (
+                Exception
+            ) as exc:  # classified here because it would otherwise end the engine thread
+                error = GenerationError(f"{type(exc).__name__}: {exc}")
+                error.__cause__ = exc
+                self._call_loop(_fail, future, error)
+            else:
+                self._call_loop(_resolve, future, result)
+
+        self._post(run)
+        return await future
+
+    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _deliver(self, ended: Sequence[tuple[GenerateRequest, Completion]]) -> None:
+        """Hand finished completions to their callers, in one turn of the loop."""
+
+        def resolve() -> None:
+            for request, completion in ended:
+                future = self._pending.get(request.request_id)
+                if future is not None:
+                    _resolve(future, completion)
+
+        self._call_loop(resolve)
+
+    def _drive(self) -> None:
+        """The engine thread: commands first, then a step, asleep while there is nothing to do."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_work)
+                commands = list(self._commands)
+                self._commands.clear()
+            if self._closing:
+                return
+            for command in commands:
+                command()
+            if not self._paused and (self._engine.running or self._engine.waiting):
+                self._step()
+
+    def _has_work(self) -> bool:
+        busy = not self._paused and (self._engine.running or self._engine.waiting)
+        return bool(self._commands) or self._closing or bool(busy)
+
+    def _step(self) -> None:
+        try:
+            finished = self._engine.step()
+        except (
+            Exception
+        ) as exc:  # every request of a failed pass ends with the reason; the process lives on
+            log.exception("a forward pass failed")
+            error = (
+                exc
+                if isinstance(exc, OffbeatError)
+                else GenerationError(f"{type(exc).__name__}: {exc}")
+            )
+            self._call_loop(self._fail_all, error)
+            self._engine.reset()
+        else:
+            if finished:
+                self._deliver(finished)
+
+    def _fail_all(self, error: Exception) -> None:
+        for future in self._pending.values():
+            _fail(future, error)
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _load(spec: GeneratorSpec) -> tuple[Engine, MemorySubscriber, EngineInfo]:
+    device = resolve_device(spec.device)
+    dtype = resolve_dtype(spec.dtype, device)
+    model = load_model(spec.model_path, dtype=dtype, device=device)
+    codec = TextCodec.open(spec.model_path)
+
+    def engine(slots: int) -> Engine:
+        return Engine(
+            model,
+            slots=slots,
+            max_len=spec.max_len,
+            eos_token_ids=codec.eos_token_ids,
+            decode=codec.decode,
+        )
+
+    check = compare_paths(model, engine(TEST_SLOTS), max_len=spec.max_len)
+    if not check.bitwise:
+        log.warning("cached decode and packed forward differ by up to %.1e nats", check.max_error)
+    parameters = dict(model.named_parameters())
+    info = EngineInfo(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        bitwise=check.bitwise,
+        max_error=check.max_error,
+        parameters=sum(p.numel() for p in parameters.values()),
+    )
+    return engine(spec.slots), MemorySubscriber(parameters), info
+
+
+TEST_SLOTS = 4
+"""Slots of the start-up comparison."""
+
+
+@asynccontextmanager
+async def open_service(payload: bytes) -> AsyncIterator[GeneratorService]:
+    """Load the model and serve it; ``payload`` is an encoded ``GeneratorSpec``."""
+    spec = decode(payload, GeneratorSpec)
+    engine, subscriber, info = await asyncio.to_thread(_load, spec)
+    service = GeneratorService(engine, subscriber, info)
+    try:
+        yield service
+    finally:
+        await service.close()
