@@ -1,0 +1,104 @@
+"""A step's samples as tensors: rows of tokens, and everything per policy token in flat arrays.
+
+Consumes ``TrainSample``s; produces ``TrainBatch``. Only tokens that the policy wrote carry a loss, so behavior log-probs, versions and
+masks exist for them alone: P policy tokens in row order, ``seq_id`` names the row of each.
+
+Shapes: R rows, P policy tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.errors import TrainingError
+from offbeat.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Rows of one step, or a selection of them.
+
+    ``tokens``: R tensors [T_r] int64. ``targets``: R tensors, places of the policy's tokens in their row, each ≥ 1. Per
+    policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64, ``seq_id`` int64 in 0..R-1. Per row, [R]: ``row_tokens``
+    int64 policy tokens, ``rewards`` float32, ``truncated`` bool, ``group_ids`` int64.
+    """
+
+    tokens: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    behave_logp: Tensor
+    versions: Tensor
+    seq_id: Tensor
+    row_tokens: Tensor
+    rewards: Tensor
+    truncated: Tensor
+    group_ids: Tensor
+
+    @classmethod
+    def build(cls, samples: Sequence[TrainSample], device: torch.device) -> TrainBatch:
+        """Convert samples; raises TrainingError when there is no policy token to train on."""
+        if not any(s.loss_mask.any() for s in samples):
+            raise TrainingError(
+                f"the batch of {len(samples)} rollouts has no token written by the policy: every answer is empty"
+            )
+        if any(s.loss_mask[0] for s in samples):
+            raise TrainingError(
+                "a rollout starts with a policy token: there is nothing to predict it from"
+            )
+        masks = [s.loss_mask for s in samples]
+        targets = tuple(torch.from_numpy(np.flatnonzero(m)).to(device) for m in masks)
+        counts = torch.tensor([len(t) for t in targets], device=device)
+
+        def flat(name: str) -> Tensor:
+            arrays = [getattr(s, name)[m] for s, m in zip(samples, masks, strict=True)]
+            return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+        return cls(
+            tokens=tuple(torch.from_numpy(s.tokens.copy()).to(device) for s in samples),
+            targets=targets,
+            behave_logp=flat("behave_logp"),
+            versions=flat("versions"),
+            seq_id=torch.repeat_interleave(torch.arange(len(samples), device=device), counts),
+            row_tokens=counts,
+            rewards=torch.tensor([s.reward for s in samples], device=device),
+            truncated=torch.tensor([s.truncated for s in samples], device=device),
+            group_ids=torch.tensor([s.group_id for s in samples], device=device),
+        )
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.tokens)
+
+    @property
+    def policy_tokens(self) -> int:
+        """P."""
+        return len(self.seq_id)
+
+    def places(self, rows: Sequence[int]) -> Tensor:
+        """Indices into the [P] arrays of the policy tokens of ``rows``, in that order."""
+        ends = self.row_tokens.cumsum(0)
+        starts = ends - self.row_tokens
+        spans = [torch.arange(int(starts[r]), int(ends[r]), device=ends.device) for r in rows]
+        return torch.cat(spans)
+
+    def select(self, rows: Sequence[int]) -> TrainBatch:
+        """The batch of these rows only, in the order given."""
+        places = self.places(rows)
+        index = torch.tensor(rows, device=places.device)
+        counts = self.row_tokens[index]
+        return TrainBatch(
+            tokens=tuple(self.tokens[r] for r in rows),
+            targets=tuple(self.targets[r] for r in rows),
+            behave_logp=self.behave_logp[places],
+            versions=self.versions[places],
+            seq_id=torch.repeat_interleave(torch.arange(len(rows), device=places.device), counts),
+            row_tokens=counts,
+            rewards=self.rewards[index],
+            truncated=self.truncated[index],
+            group_ids=self.group_ids[index],
+        )

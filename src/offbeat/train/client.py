@@ -1,0 +1,54 @@
+"""The controller's side of the trainer process; loads no torch.
+
+Owns the start-up specification that crosses to the process, and the typed calls to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.config import ActorConfig
+from offbeat.launch.protocols import WorkerHandle
+from offbeat.types import BlobRef, PolicyVersion, StepReport, WeightUpdate
+
+TARGET = "offbeat.train.service:open_service"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What a trainer process needs to start.
+
+    ``dtype`` is what matrix products are computed in (weights and optimizer state are float32); ``temperature`` and
+    ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of updates of the run (learning-rate schedule).
+    """
+
+    model_path: str
+    dtype: str | None
+    device: str
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    total_steps: int
+    actor: ActorConfig
+
+
+class RemoteTrainer:
+    """``Trainer`` over a worker's HTTP endpoint.
+
+    Args:
+        worker: the trainer process.
+        update_timeout: seconds one update may take.
+    """
+
+    def __init__(self, worker: WorkerHandle, *, update_timeout: float) -> None:
+        self.name = worker.name
+        self._client = worker.client
+        self._timeout = update_timeout
+
+    async def update(self, batch: BlobRef, produce: PolicyVersion) -> StepReport:
+        return await self._client.call(
+            "update", batch, produce, returns=StepReport, timeout=self._timeout
+        )
+
+    async def publish(self) -> WeightUpdate:
+        return await self._client.call("publish", returns=WeightUpdate, timeout=self._timeout)

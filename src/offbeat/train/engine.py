@@ -1,0 +1,126 @@
+"""A training engine: forward, backward and optimizer step of one model; knows no objective.
+
+Owns the model in the trainer process, its optimizer and its schedule. ``PPOActor`` says what the loss is. The Protocol is the
+seam for sharded engines; ``SingleDeviceEngine`` is the one that exists.
+
+Shapes: P policy tokens of the rows given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from offbeat.algo.logprobs import chunked_logprobs
+from offbeat.config import OptimizerConfig
+from offbeat.errors import NonFiniteLoss
+from offbeat.model.attention import TOKEN_ROWS, PackedContext, PackedLayout, round_up
+from offbeat.model.load import hidden_states, output_head
+from offbeat.train.batch import TrainBatch
+from offbeat.train.optim import build_optimizer, build_scheduler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TrainEngine(Protocol):
+    """What an objective needs from the model it trains."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must lie."""
+
+    def logprobs(self, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [P] float32 nats of the policy's tokens, with gradient unless under ``no_grad``."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` to the accumulated one."""
+
+    def optimizer_step(self) -> float:
+        """Clip, step, advance the schedule, clear the gradient; returns the norm before clipping."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors; a tied weight comes once."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+
+
+class SingleDeviceEngine:
+    """The whole model on one device, float32 master weights.
+
+    Args:
+        model: float32, as loaded by ``model.load.load_model``.
+        compute_dtype: of matrix products; float32, or bfloat16 through autocast.
+        optimizer: its configuration. total_steps: optimizer steps of the run, for the schedule.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        compute_dtype: torch.dtype,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self._model = model
+        self._compute_dtype = compute_dtype
+        self._clip = optimizer.gradient_clipping
+        self._optimizer = build_optimizer(model, optimizer)
+        self._scheduler = build_scheduler(self._optimizer, optimizer, total_steps)
+        if gradient_checkpointing:
+            # Transformers recomputes activations only in training mode; our models have no dropout.
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._scheduler.get_last_lr()[0])
+
+    def logprobs(self, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        layout = PackedLayout.build(
+            [len(t) for t in rows.tokens], device=self.device, dtype=torch.float32
+        )
+        tokens = layout.pack(rows.tokens)
+        places = torch.cat([t + s for t, s in zip(rows.targets, layout.starts, strict=True)])
+        count = len(places)
+        places = torch.nn.functional.pad(places, (0, round_up(count, TOKEN_ROWS) - count), value=1)
+        autocast = self._compute_dtype is not torch.float32
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
+            hidden = hidden_states(self._model, tokens, layout.positions, PackedContext(layout))
+        # The state before a token predicts it.
+        states = hidden.index_select(0, places - 1).to(self._compute_dtype)
+        weight, bias = output_head(self._model)
+        logp, entropy = chunked_logprobs(states, weight, bias, tokens[places], temperature)
+        return logp[:count], entropy[:count]
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def optimizer_step(self) -> float:
+        """See ``TrainEngine``. Raises NonFiniteLoss, the weights untouched, when the gradient is not finite."""
+        limit = self._clip if self._clip is not None else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit))
+        if not torch.isfinite(torch.tensor(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteLoss(
+                f"the gradient norm is {norm}; the weights were left as they are. Lower the learning rate, or look "
+                "for non-finite rewards"
+            )
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()

@@ -1,0 +1,80 @@
+"""The trainer process: the actor behind RPC, its torch work on one thread of its own.
+
+Consumes batches as ``BlobRef``s; produces ``StepReport``s and published weights. Updates and publications are serialized by the
+single executor thread, so weights are never read while an optimizer writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import torch
+
+from offbeat.launch.blob import read_blob
+from offbeat.launch.codec import decode
+from offbeat.model.load import load_model, resolve_device, resolve_dtype
+from offbeat.train.actor import PPOActor
+from offbeat.train.client import TrainerSpec
+from offbeat.train.engine import SingleDeviceEngine
+from offbeat.types import BlobRef, PolicyVersion, StepReport, TrainSample, WeightUpdate
+from offbeat.weights.memory import MemoryPublisher
+
+
+class TrainerService:
+    """Serves one actor. Create with ``open_service``."""
+
+    METHODS = ("update", "publish")
+
+    def __init__(
+        self, actor: PPOActor, publisher: MemoryPublisher, executor: ThreadPoolExecutor
+    ) -> None:
+        self._actor = actor
+        self._publisher = publisher
+        self._executor = executor
+
+    async def update(self, batch: BlobRef, produce: PolicyVersion) -> StepReport:
+        def work() -> StepReport:
+            return self._actor.update(decode(read_blob(batch), list[TrainSample]), produce)
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def publish(self) -> WeightUpdate:
+        def work() -> WeightUpdate:
+            return self._publisher.publish(self._actor.version)
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher]:
+    device = resolve_device(spec.device)
+    compute_dtype = resolve_dtype(spec.dtype, device)
+    model = load_model(spec.model_path, dtype=torch.float32, device=device)
+    engine = SingleDeviceEngine(
+        model,
+        compute_dtype=compute_dtype,
+        optimizer=spec.actor.optimizer,
+        total_steps=spec.total_steps * spec.actor.ppo_n_minibatches,
+        gradient_checkpointing=spec.actor.gradient_checkpointing,
+    )
+    actor = PPOActor(
+        engine,
+        spec.actor,
+        temperature=spec.temperature,
+        max_new_tokens=spec.max_new_tokens,
+        seed=spec.seed,
+        compute_dtype=compute_dtype,
+    )
+    return actor, MemoryPublisher(engine.weights())
+
+
+@asynccontextmanager
+async def open_service(payload: bytes) -> AsyncIterator[TrainerService]:
+    """Load the model and serve its actor; ``payload`` is an encoded ``TrainerSpec``."""
+    spec = decode(payload, TrainerSpec)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer") as executor:
+        actor, publisher = await asyncio.get_running_loop().run_in_executor(executor, _load, spec)
+        with publisher:
+            yield TrainerService(actor, publisher, executor)
