@@ -1,0 +1,1 @@
+"""How the trainer's weights reach the generators: published by one, staged and committed by all."""
