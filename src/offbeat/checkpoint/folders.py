@@ -1,0 +1,155 @@
+"""Step folders in one directory: how one appears, which is the latest, which may go.
+
+Owns the names (``step-000010``, ``latest``, and the hidden ones of work in progress); knows nothing
+of what is inside beyond the manifest. A visible step folder is complete: it appears by a rename,
+after everything in it was flushed. A directory has one writer at a time.
+
+    .step-000010.tmp-<pid>   being written, or being removed
+    .step-000010.old-<pid>   a superseded attempt, for the instant between two renames
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offbeat.checkpoint.manifest import is_good
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d+)")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Where step ``step`` is saved."""
+    return directory / f"step-{step:06d}"
+
+
+def step_folders(directory: Path) -> list[Path]:
+    """The visible step folders, newest step first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in directory.iterdir() if (m := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _hidden(final: Path, kind: str) -> Path:
+    return final.parent / f".{final.name}.{kind}-{os.getpid()}"
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """A hidden sibling folder to fill; becomes ``final`` at the end of the block, or vanishes.
+
+    ``final`` may exist (a superseded attempt): it stays whole until the new one is flushed. A kill
+    between the two renames leaves it under its ``.old`` name, from which ``sweep`` brings it back.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = _hidden(final, "tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        _sync_tree(aside)
+        _rename(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _rename(aside: Path, final: Path) -> None:
+    if not final.exists():
+        aside.rename(final)
+        _sync(final.parent)
+        return
+    old = _hidden(final, "old")
+    shutil.rmtree(old, ignore_errors=True)
+    final.rename(old)
+    try:
+        aside.rename(final)
+    except OSError:
+        old.rename(final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(old)
+
+
+def point_latest(folder: Path) -> None:
+    """Let the link ``latest`` beside ``folder`` name it, in one atomic step."""
+    link = folder.parent / LATEST
+    aside = _hidden(link, "tmp")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(folder.name)
+    aside.replace(link)
+    _sync(folder.parent)
+
+
+def latest(directory: Path) -> Path | None:
+    """The folder that ``latest`` names or, if that is gone, the newest one that verifies, or None.
+
+    What ``latest`` names is not verified here: its reader does that, and says what is wrong.
+    """
+    link = directory / LATEST
+    if link.is_symlink() and link.is_dir():
+        return directory / link.readlink().name
+    return next((folder for folder in step_folders(directory) if is_good(folder)), None)
+
+
+def prune(directory: Path, keep_last: int | None) -> list[Path]:
+    """Remove all but the ``keep_last`` newest step folders (None: keep all) and return what went.
+
+    The newest one that verifies and the one that ``latest`` names are never removed.
+    """
+    if keep_last is None:
+        return []
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
+    folders = step_folders(directory)
+    surplus = folders[keep_last:]
+    if not surplus:
+        return []
+    kept = {latest(directory), next((f for f in folders if is_good(f)), None)}
+    removed = [folder for folder in surplus if folder not in kept]
+    for folder in removed:
+        aside = _hidden(folder, "tmp")
+        folder.rename(aside)  # so that a kill in the middle leaves no visible half folder
+        shutil.rmtree(aside)
+    return removed
+
+
+def sweep(directory: Path) -> None:
+    """Clean up after a writer that was killed; only for whoever is the directory's writer now.
+
+    An ``.old`` folder whose place is empty goes back there; everything else that is hidden goes.
+    """
+    if not directory.is_dir():
+        return
+    for path in list(directory.iterdir()):
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None:
+            continue
+        final = directory / match["name"]
+        if match["kind"] == "old" and not final.exists():
+            path.rename(final)
+        elif path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
