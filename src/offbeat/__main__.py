@@ -1,0 +1,7 @@
+"""``python -m offbeat``."""
+
+from __future__ import annotations
+
+from offbeat.cli import main
+
+main()

@@ -1,0 +1,401 @@
+"""The loop: one path for synchronous and asynchronous training.
+
+Consumes the prompt stream; produces policy versions. Three kinds of tasks share one event loop and one ``TaskGroup``::
+
+    admission   waits for a ticket and a free slot      unblocked by a publication, a drop, a finished request
+    episodes    wait for generator and rewards          unblocked by their replies or deadlines
+    training    waits for the g oldest groups           unblocked by the last of them; gives up after ``stall_seconds`` of silence
+
+Training is the finite clock: when it has taken its last step nothing is in flight, and the others end with it. With ``max_staleness`` 0 the
+tickets of a batch are the only ones open, so generation and training take turns: that is synchronous training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offbeat.checkpoint.saver import Saver, SaveSchedule
+from offbeat.data.stream import PromptStream
+from offbeat.data.tokens import TextCodec
+from offbeat.errors import PromptTooLong, StallError, WeightSyncError, true_cause
+from offbeat.launch.blob import write_blob
+from offbeat.launch.codec import encode
+from offbeat.observe.metrics import StepRecord
+from offbeat.observe.spans import SpanName
+from offbeat.pipeline.episodes import (
+    Dropped,
+    FailureBudget,
+    GroupEngine,
+    SamplingPlan,
+    run_episode,
+)
+from offbeat.pipeline.evaluate import EvalResult, Evaluator
+from offbeat.pipeline.recorder import Recorder
+from offbeat.pipeline.signal import Signal
+from offbeat.pipeline.staleness import SlotGauge, StalenessManager, Ticket
+from offbeat.protocols import Generator, Trainer, Workflow
+from offbeat.rollout.samples import to_samples
+from offbeat.types import (
+    DropReason,
+    GroupId,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    StepReport,
+    WeightUpdate,
+)
+
+log = logging.getLogger(__name__)
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlan:
+    """What one run of the loop is told; every number is resolved.
+
+    ``steps`` batches of ``groups_per_step`` groups, ``total_groups`` in all (the last batch may be short). ``capacity`` is the
+    number of requests the generators run at the same time.
+    """
+
+    steps: int
+    groups_per_step: int
+    total_groups: int
+    max_staleness: int
+    capacity: int
+    sampling: SamplingPlan
+    max_failure_rate: float
+    max_consecutive_failures: int
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """When to evaluate and save, beside what the schedules say."""
+
+    evaluate: SaveSchedule
+    evaluate_at_start: bool
+    evaluate_at_end: bool
+    save: SaveSchedule
+    save_at_end: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Evaluation:
+    """A running evaluation and the step record that waits for its result."""
+
+    task: asyncio.Task[EvalResult]
+    record: StepRecord
+    groups: tuple[RolloutGroup, ...]
+
+
+class Loop:
+    """Runs one training run to its end.
+
+    Args:
+        replicas: every generator by name, for statistics; ``generator`` routes to them.
+        evaluator: None without a validation set. saver: None when nothing is ever saved.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        cadence: Cadence,
+        *,
+        generator: Generator,
+        replicas: Mapping[str, Generator],
+        trainer: Trainer,
+        workflow: Workflow,
+        stream: PromptStream,
+        codec: TextCodec,
+        recorder: Recorder,
+        evaluator: Evaluator | None,
+        saver: Saver | None,
+    ) -> None:
+        self._plan = plan
+        self._cadence = cadence
+        self._generator = generator
+        self._replicas = replicas
+        self._trainer = trainer
+        self._workflow = workflow
+        self._stream = stream
+        self._codec = codec
+        self._recorder = recorder
+        self._evaluator = evaluator
+        self._saver = saver
+        self._manager = StalenessManager(
+            max_staleness=plan.max_staleness,
+            groups_per_step=plan.groups_per_step,
+            total_groups=plan.total_groups,
+        )
+        self._gauge = SlotGauge(plan.capacity)
+        self._budget = FailureBudget(
+            max_rate=plan.max_failure_rate,
+            max_consecutive=plan.max_consecutive_failures,
+            rows=len(stream),
+        )
+        self._changed = Signal()
+        self._admitted_at: dict[GroupId, float] = {}
+        self._evaluation: _Evaluation | None = None
+
+    async def run(self) -> None:
+        """Train all steps. Raises the first error that ends the run; no task outlives this call."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._evaluator is not None and self._cadence.evaluate_at_start:
+                    record = StepRecord(step=0, version=0, seconds=0.0)
+                    self._begin_evaluation(self._evaluator, record, (), tasks)
+                admission = tasks.create_task(self._admit(tasks), name="admission")
+                for step in range(1, self._plan.steps + 1):
+                    await self._step(step, tasks)
+                await self._settle_evaluation()
+                admission.cancel()
+        except BaseExceptionGroup as errors:
+            raise true_cause(errors) from errors
+        finally:
+            for group_id in self._manager.open_groups:
+                self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", 0)
+        await self._poll_engines()
+
+    # Admission and episodes
+
+    async def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Open tickets as long as the bound and the generators' slots allow."""
+        n = self._plan.sampling.n_samples
+        while True:
+            await self._changed.wait_for(lambda: self._manager.may_admit() and self._gauge.fits(n))
+            ticket = self._manager.admit()
+            group_id = ticket.group_id
+            self._admitted_at[group_id] = time.monotonic()
+            self._recorder.admitted(
+                group_id,
+                self._stream.epoch_of(group_id),
+                self._stream.row_of(group_id),
+                ticket.admission_version,
+            )
+            try:
+                prompt = self._stream.prompt_at(group_id)
+            except PromptTooLong as exc:
+                self._drop(group_id, Dropped(reason=DropReason.TOO_LONG, detail=str(exc)), 0)
+                continue
+            self._gauge.reserve(group_id, n)
+            tasks.create_task(self._episode(ticket, prompt), name=f"group {group_id}")
+
+    async def _episode(self, ticket: Ticket, prompt: Prompt) -> None:
+        """One group, from its prompt to delivery or drop."""
+        group_id = ticket.group_id
+        started = time.monotonic()
+        engine = GroupEngine(
+            self._generator,
+            self._codec,
+            self._plan.sampling,
+            group_id=group_id,
+            key=group_id,
+            tag="train",
+            on_start=lambda: self._gauge.start(group_id),
+            on_end=self._request_ended,
+        )
+        try:
+            outcome = await run_episode(self._workflow, engine, prompt, ticket.admission_version)
+        finally:
+            self._gauge.release(group_id)
+        self._recorder.span(
+            SpanName.GENERATE, started, time.monotonic(), CONTROLLER, group_id=group_id
+        )
+        if isinstance(outcome, Dropped):
+            self._drop(group_id, outcome, engine.generated_tokens)
+        else:
+            self._manager.deliver(group_id, outcome)
+            self._budget.record(outcome)
+            self._changed.notify()
+
+    def _request_ended(self) -> None:
+        self._gauge.end()
+        self._changed.notify()
+
+    def _drop(self, group_id: GroupId, outcome: Dropped, generated_tokens: int) -> None:
+        self._manager.drop(group_id)
+        del self._admitted_at[group_id]
+        self._recorder.dropped(group_id, outcome.reason, outcome.detail, generated_tokens)
+        self._changed.notify()
+        log.warning("group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
+        self._budget.record(outcome)
+
+    # Training
+
+    async def _step(self, step: int, tasks: asyncio.TaskGroup) -> None:
+        """One batch: wait, update, publish, commit; then save and evaluate when due."""
+        started = time.monotonic()
+        groups = await self._next_batch(step)
+        live = self._manager.live
+        waited = time.monotonic() - started
+        report = await self._update(groups, PolicyVersion(live + 1), step)
+        metrics = self._recorder.step_metrics(groups, report, live)
+        update, published = await self._publish(groups, step)
+        metrics |= published
+        metrics["wait/data_seconds"] = waited
+        metrics["train/update_seconds"] = report.ended - report.started
+        metrics |= await self._save(update, step)
+        await self._poll_engines()
+        seconds = time.monotonic() - started
+        metrics["data/epoch"] = float(groups[-1].prompt.epoch)
+        metrics["throughput/tokens_per_second"] = metrics["tokens/generated_count"] / seconds
+        metrics["throughput/trained_tokens_per_second"] = metrics["actor/tokens_count"] / seconds
+        record = StepRecord(step=step, version=live + 1, seconds=seconds, metrics=metrics)
+        await self._finish(record, groups, tasks)
+
+    async def _next_batch(self, step: int) -> list[RolloutGroup]:
+        """The oldest groups, once they are complete. Raises StallError after ``stall_seconds`` in which nothing happened."""
+        started = time.monotonic()
+        while not self._manager.batch_ready():
+            try:
+                async with asyncio.timeout(self._plan.stall_seconds):
+                    await self._changed.changed()
+            except TimeoutError:
+                raise StallError(self._stall_report(step)) from None
+        self._recorder.span(SpanName.WAIT, started, time.monotonic(), CONTROLLER, step=step)
+        return self._manager.take()
+
+    def _stall_report(self, step: int) -> str:
+        now = time.monotonic()
+        waiting = [
+            f"group {g} (row {self._stream.row_of(g) + 1}, admitted {now - self._admitted_at[g]:.0f} s ago)"
+            for g in self._manager.pending[:8]
+        ]
+        return (
+            f"step {step} has waited {self._plan.stall_seconds:.0f} s (rollout.stall_seconds) in which no request and no "
+            f"group ended; waiting for {len(self._manager.pending)} groups: {', '.join(waiting)}"
+        )
+
+    async def _update(
+        self, groups: Sequence[RolloutGroup], produce: PolicyVersion, step: int
+    ) -> StepReport:
+        samples = [s for g in groups for s in to_samples(g)]
+        self._check_versions(groups)
+        with write_blob(encode(samples)) as blob:
+            report = await self._trainer.update(blob.ref, produce)
+        if report.version != produce:
+            raise WeightSyncError(
+                f"asked the trainer for version {produce}, it produced {report.version}"
+            )
+        self._recorder.span(SpanName.TRAIN, report.started, report.ended, "trainer", step=step)
+        self._recorder.totals.add_training(report.started, report.ended)
+        return report
+
+    def _check_versions(self, groups: Sequence[RolloutGroup]) -> None:
+        """No token may be older than its group's admission or newer than the live version."""
+        for group in groups:
+            for turn in (t for r in group.rollouts for t in r.turns):
+                versions = turn.completion.versions
+                oldest, newest = group.admission_version, self._manager.live
+                if len(versions) and not (oldest <= versions.min() <= versions.max() <= newest):
+                    raise WeightSyncError(
+                        f"group {group.prompt.group_id} has tokens of versions {versions.min()} to {versions.max()}, "
+                        f"but was admitted at version {oldest} and the live version is {newest}"
+                    )
+
+    async def _publish(
+        self, groups: Sequence[RolloutGroup], step: int
+    ) -> tuple[WeightUpdate, dict[str, float]]:
+        """Bring the trainer's weights to every generator; the step's tickets end when they are live."""
+        begin = time.monotonic()
+        update = await self._trainer.publish()
+        published = time.monotonic()
+        await self._generator.stage(update)
+        staged = time.monotonic()
+        await self._settle_evaluation()
+        settled = time.monotonic()
+        pause = await self._generator.commit(update.version)
+        # One turn of the loop: live version, ends of tickets and admission change together.
+        start_version = self._manager.live
+        self._manager.publish(update.version)
+        self._recorder.trained(groups, step, start_version)
+        for group in groups:
+            del self._admitted_at[group.prompt.group_id]
+        self._changed.notify()
+        committed = time.monotonic()
+        self._recorder.span(SpanName.PUBLISH, begin, published, "trainer", step=step)
+        self._recorder.span(SpanName.STAGE, published, staged, CONTROLLER, step=step)
+        self._recorder.span(SpanName.COMMIT, settled, committed, CONTROLLER, step=step)
+        return update, {
+            "train/publish_seconds": published - begin,
+            "weights/stage_seconds": staged - published,
+            "weights/commit_seconds": committed - settled,
+            "weights/bytes": float(update.nbytes),
+            "wait/eval_seconds": settled - staged,
+            "generate/pause_seconds": pause,
+        }
+
+    async def _save(self, update: WeightUpdate, step: int) -> dict[str, float]:
+        """Save the version just published when due; its buffer is free again when this returns."""
+        last = step == self._plan.steps
+        due = self._cadence.save.due(step, self._epochs_done(step), time.monotonic())
+        if self._saver is None or not (due or (last and self._cadence.save_at_end)):
+            return {}
+        begin = time.monotonic()
+        await self._saver.save(update, step=step)
+        end = time.monotonic()
+        self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
+        return {"wait/save_seconds": end - begin}
+
+    def _epochs_done(self, step: int) -> int:
+        return self._stream.epoch_of(GroupId(step * self._plan.groups_per_step))
+
+    # Evaluation
+
+    async def _finish(
+        self, record: StepRecord, groups: Sequence[RolloutGroup], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Write the step's record, or keep it until the evaluation of its version is there."""
+        last = record.step == self._plan.steps
+        due = self._cadence.evaluate.due(
+            record.step, self._epochs_done(record.step), time.monotonic()
+        )
+        if self._evaluator is not None and (due or (last and self._cadence.evaluate_at_end)):
+            self._begin_evaluation(self._evaluator, record, groups, tasks)
+        else:
+            await self._recorder.write(record, groups)
+
+    def _begin_evaluation(
+        self,
+        evaluator: Evaluator,
+        record: StepRecord,
+        groups: Sequence[RolloutGroup],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._evaluation = _Evaluation(
+            task=tasks.create_task(evaluator.run(self._manager.live), name="evaluation"),
+            record=record,
+            groups=tuple(groups),
+        )
+
+    async def _settle_evaluation(self) -> None:
+        """Wait for the running evaluation, if any, and write the record that waited for it.
+
+        This pins an evaluation to its version: no commit happens before it is through.
+        """
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return
+        begin = time.monotonic()
+        result = await evaluation.task
+        record = evaluation.record
+        self._recorder.span(
+            SpanName.EVAL, begin - result.seconds, time.monotonic(), CONTROLLER, step=record.step
+        )
+        merged = StepRecord(
+            step=record.step,
+            version=record.version,
+            seconds=record.seconds or result.seconds,
+            metrics={**record.metrics, **result.metrics()},
+        )
+        await self._recorder.write(merged, evaluation.groups)
+
+    async def _poll_engines(self) -> None:
+        for name, replica in self._replicas.items():
+            self._recorder.engine(name, await replica.stats())
+        self._recorder.totals.settle(time.monotonic())

@@ -1,0 +1,204 @@
+"""Everything of a run that can be made and checked before a worker starts.
+
+Consumes the configuration; produces ``Inputs``: tokenizer, prompt streams, workflow, reward, and the resolved numbers. Loads no torch, starts no
+process, writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from offbeat.config import ChatTemplate, DatasetConfig, GenerationConfig, RunConfig
+from offbeat.config.plugins import resolve
+from offbeat.data.columns import ColumnMap
+from offbeat.data.dataset import load_rows
+from offbeat.data.stream import PromptOptions, PromptStream
+from offbeat.data.tokens import TextCodec
+from offbeat.errors import ConfigError, ModelError, PromptTooLong, RewardError, boundary
+from offbeat.pipeline.episodes import SamplingPlan
+from offbeat.protocols import Workflow
+from offbeat.rollout.reward import AsyncRewardWrapper
+from offbeat.types import GroupId, Prompt, Reward, SamplingParams, Scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run is made of, before any process exists.
+
+    ``max_len`` is the most tokens of prompt plus answer; ``total_groups`` over ``steps`` batches, the last of which may be short.
+    """
+
+    codec: TextCodec
+    stream: PromptStream
+    validation: PromptStream | None
+    workflow: Workflow
+    reward: AsyncRewardWrapper
+    sampling: SamplingPlan
+    eval_sampling: SamplingPlan
+    max_len: int
+    steps: int
+    total_groups: int
+
+
+def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
+    """Build the inputs of a run.
+
+    Raises:
+        ConfigError, DataError, ModelError: what cannot be used, and the way out.
+    """
+    if not Path(cfg.model.path).is_dir():
+        raise ModelError(
+            f"model.path: there is no folder {cfg.model.path}; make a tiny model with `offbeat model init "
+            f"{cfg.model.path}`, import one with `offbeat model import FILE.gguf {cfg.model.path}`, or name another"
+        )
+    codec = TextCodec.open(cfg.model.path)
+    max_len = _max_len(cfg, codec)
+    stream = open_stream(cfg, cfg.train_dataset, cfg.gconfig, codec, max_len, "train_dataset")
+    validation = None
+    if cfg.valid_dataset is not None:
+        validation = open_stream(
+            cfg, cfg.valid_dataset, cfg.eval_gconfig, codec, max_len, "valid_dataset"
+        )
+    reward = AsyncRewardWrapper(
+        cfg.rollout.reward_fn,
+        timeout_seconds=cfg.rollout.reward_timeout_seconds,
+        workers=cfg.rollout.reward_workers,
+        search_dir=cfg.plugin_dir,
+        log_path=reward_log,
+    )
+    steps, total_groups = _length(cfg, len(stream))
+    return Inputs(
+        codec=codec,
+        stream=stream,
+        validation=validation,
+        workflow=open_workflow(cfg, reward),
+        reward=reward,
+        sampling=_plan(cfg, cfg.gconfig, "rollout"),
+        eval_sampling=_plan(cfg, cfg.eval_gconfig, "eval"),
+        max_len=max_len,
+        steps=steps,
+        total_groups=total_groups,
+    )
+
+
+def open_stream(
+    cfg: RunConfig,
+    section: DatasetConfig,
+    sampling: GenerationConfig,
+    codec: TextCodec,
+    max_len: int,
+    key: str,
+) -> PromptStream:
+    """The prompts of one data set; ``key`` is its section's name, for errors."""
+    rows = load_rows(
+        section.path,
+        args=section.args,
+        limit=section.limit,
+        search_dir=cfg.plugin_dir,
+        key=f"{key}.path",
+    )
+    chat = {ChatTemplate.AUTO: None, ChatTemplate.ON: True, ChatTemplate.OFF: False}
+    options = PromptOptions(
+        columns=ColumnMap(
+            columns=section.columns,
+            prompt_template=section.prompt_template,
+            system_prompt=section.system_prompt,
+            key=key,
+        ),
+        shuffle=section.shuffle,
+        chat=chat[section.chat_template],
+        max_prompt_len=section.max_prompt_len,
+        context_len=max_len,
+        max_new_tokens=sampling.max_new_tokens,
+        overlong_prompt=section.overlong_prompt.value,
+    )
+    return PromptStream(rows, codec, options, seed=cfg.seed)
+
+
+def open_workflow(cfg: RunConfig, reward: AsyncRewardWrapper) -> Workflow:
+    """The workflow that ``rollout.workflow`` names: a class or function called with the reward."""
+    spec = cfg.rollout.workflow
+    make = resolve(spec, cfg.plugin_dir, "rollout.workflow")
+    if not callable(make):
+        raise ConfigError(
+            f"rollout.workflow: {spec!r} is {make!r}; it must be callable with a reward function"
+        )
+    with boundary(ConfigError, f"rollout.workflow: calling {spec} with the reward function"):
+        workflow = cast("Callable[[AsyncRewardWrapper], object]", make)(reward)
+    if not hasattr(workflow, "arun_episode"):
+        raise ConfigError(
+            f"rollout.workflow: {spec!r} made {workflow!r}, which has no method arun_episode"
+        )
+    return cast("Workflow", workflow)
+
+
+async def try_reward(inputs: Inputs) -> tuple[Prompt, Reward]:
+    """Score an empty answer to the first prompt that fits: does the reward function load, and does it return a number?
+
+    Raises:
+        RewardError: it does not; the message has the function's own error.
+    """
+    prompt = first_prompt(inputs.stream)
+    async with inputs.reward as reward:
+        outcome = await reward(prompt.text, "", prompt.token_ids.tolist(), [], **prompt.columns)
+        if not isinstance(outcome, Scored):
+            trace = reward.first_error.traceback if reward.first_error is not None else ""
+            raise RewardError(
+                f"rollout.reward_fn on an empty answer to row {prompt.row + 1}: {outcome.reason}\n{trace}".rstrip()
+            )
+    return prompt, outcome
+
+
+def first_prompt(stream: PromptStream) -> Prompt:
+    """The first prompt of the stream that fits the context. Raises PromptTooLong when none of the first epoch does."""
+    error: PromptTooLong | None = None
+    for group_id in range(len(stream)):
+        try:
+            return stream.prompt_at(GroupId(group_id))
+        except PromptTooLong as exc:
+            error = error or exc
+    raise PromptTooLong(f"no prompt of the data set fits; the first: {error}")
+
+
+def _max_len(cfg: RunConfig, codec: TextCodec) -> int:
+    own, wanted = codec.context_length, cfg.model.max_model_len
+    if wanted is not None and own is not None and wanted > own:
+        raise ConfigError(
+            f"model.max_model_len: {wanted} is more than the {own} tokens that {cfg.model.path} was made for"
+        )
+    limit = wanted if wanted is not None else own
+    if limit is None:
+        raise ConfigError(
+            f"model.max_model_len: {cfg.model.path}/config.json does not say how long a context is; set it"
+        )
+    return limit
+
+
+def _length(cfg: RunConfig, rows: int) -> tuple[int, int]:
+    """Steps and groups of the run."""
+    g = cfg.train_dataset.batch_size
+    if cfg.total_train_steps is not None:
+        return cfg.total_train_steps, cfg.total_train_steps * g
+    groups = rows * (cfg.total_train_epochs or 1)
+    return -(-groups // g), groups
+
+
+def _plan(cfg: RunConfig, section: GenerationConfig, stream: str) -> SamplingPlan:
+    return SamplingPlan(
+        stream=stream,
+        seed=cfg.seed,
+        n_samples=section.n_samples,
+        params=SamplingParams(
+            max_new_tokens=section.max_new_tokens,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            stop=tuple(section.stop),
+            stop_token_ids=tuple(section.stop_token_ids),
+            ignore_eos=section.ignore_eos,
+        ),
+    )

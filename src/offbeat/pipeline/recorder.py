@@ -1,0 +1,213 @@
+"""What a run leaves behind: ledger, metrics, spans, rollouts and the running totals.
+
+Owns the order in which a step is written and the one disk thread that does it. The ledger is written at once, on the loop: it is the
+account of groups, and a failure there ends the run. Everything else is written behind, one step at a time, and a failure
+is reported once and never stops training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from offbeat.observe.memory import process_tree_peaks
+from offbeat.observe.metrics import StepRecord, dropped_name
+from offbeat.observe.rollouts import RolloutLog
+from offbeat.observe.sinks import SinkSet
+from offbeat.observe.spans import Span, SpanLog, SpanName
+from offbeat.observe.summary import RunStatus, RunTotals, Summary
+from offbeat.pipeline.ledger import Ledger, TrainedGroup
+from offbeat.types import (
+    DropReason,
+    GeneratorStats,
+    GroupId,
+    PolicyVersion,
+    Rollout,
+    RolloutGroup,
+    Scored,
+    StepReport,
+    StopReason,
+)
+
+
+class Recorder:
+    """Writes one run. Use as an async context manager.
+
+    Args:
+        run_dir: the run's folder. sinks: where step metrics go. ledger: ``run.db``, open.
+    """
+
+    def __init__(self, run_dir: Path, sinks: SinkSet, ledger: Ledger) -> None:
+        self._run_dir = run_dir
+        self._sinks = sinks
+        self._ledger = ledger
+        self._spans = SpanLog(run_dir / "spans.jsonl")
+        self._rollouts = RolloutLog(run_dir)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
+        self._writing: asyncio.Future[None] | None = None
+        self._dropped: dict[DropReason, int] = {}
+        self._admitted = 0
+        self.totals = RunTotals(time.monotonic())
+
+    # Groups
+
+    def admitted(self, group_id: GroupId, epoch: int, row: int, version: PolicyVersion) -> None:
+        """A group joined the line."""
+        self._ledger.admit(group_id, epoch=epoch, row=row, admission_version=version)
+        self._admitted += 1
+
+    def dropped(
+        self, group_id: GroupId, reason: DropReason, detail: str, generated_tokens: int
+    ) -> None:
+        """A group ended without training."""
+        self._ledger.dropped(group_id, reason, detail, generated_tokens=generated_tokens)
+        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+
+    def trained(self, groups: Sequence[RolloutGroup], step: int, start: PolicyVersion) -> None:
+        """The groups of a step were trained on."""
+        self._ledger.step_trained([_tokens_of(g) for g in groups], step, start)
+
+    # Spans
+
+    def span(
+        self,
+        name: SpanName,
+        start: float,
+        end: float,
+        worker: str,
+        *,
+        group_id: GroupId | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Something took from ``start`` to ``end``."""
+        self._spans.add(
+            Span(name=name, start=start, end=end, worker=worker, group_id=group_id, step=step)
+        )
+
+    def engine(self, worker: str, stats: GeneratorStats) -> None:
+        """One poll of one generator."""
+        self.totals.add_engine(worker, stats)
+        for name, spans in (
+            (SpanName.DECODE, stats.decode_spans),
+            (SpanName.PREFILL, stats.prefill_spans),
+        ):
+            for start, end in spans:
+                self.span(name, start, end, worker)
+
+    # Steps
+
+    def step_metrics(
+        self, groups: Sequence[RolloutGroup], report: StepReport, live: PolicyVersion
+    ) -> dict[str, float]:
+        """Metrics of a step from its groups and the trainer's report; counts since the last call are taken."""
+        dropped, self._dropped = self._dropped, {}
+        admitted, self._admitted = self._admitted, 0
+        return {
+            **report.metrics,
+            **_group_metrics(groups, live),
+            "groups/admitted_count": float(admitted),
+            "groups/trained_count": float(len(groups)),
+            "groups/dropped_count": float(sum(dropped.values())),
+            **{dropped_name(reason): float(n) for reason, n in dropped.items()},
+        }
+
+    async def write(self, record: StepRecord, groups: Sequence[RolloutGroup] = ()) -> None:
+        """Write a finished step behind; waits only for the step before it to be on disk."""
+        self.totals.add_step(record)
+        for pid, peak in process_tree_peaks().items():
+            self.totals.add_rss(f"pid {pid}", peak)
+        await self.flush()
+        loop = asyncio.get_running_loop()
+        self._writing = loop.run_in_executor(self._disk, self._write, record, tuple(groups))
+
+    def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
+        self._sinks.record(record)
+        self._spans.flush()
+        if groups:
+            self._rollouts.write(record.step, groups)
+
+    async def flush(self) -> None:
+        """Wait until everything handed to ``write`` is on disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    def summary(self, status: RunStatus, error: str | None = None) -> Summary:
+        """The run as it stands."""
+        return self.totals.summary(
+            now=time.monotonic(),
+            status=status,
+            groups=self._ledger.totals(),
+            tokens=self._ledger.tokens(),
+            error=error,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            await self.flush()
+        finally:
+            self._spans.flush()
+            self._sinks.close()
+            self._disk.shutdown()
+
+
+def _tokens_of(group: RolloutGroup) -> TrainedGroup:
+    def written(rollouts: Sequence[Rollout]) -> int:
+        return sum(len(t.completion.token_ids) for r in rollouts for t in r.turns)
+
+    return TrainedGroup(
+        group_id=group.prompt.group_id,
+        generated_tokens=written(group.rollouts),
+        trained_tokens=written(group.valid),
+    )
+
+
+def _group_metrics(groups: Sequence[RolloutGroup], live: PolicyVersion) -> dict[str, float]:
+    rollouts = [r for g in groups for r in g.rollouts]
+    rewards = [r.reward.value for g in groups for r in g.valid if isinstance(r.reward, Scored)]
+    completions = [t.completion for r in rollouts for t in r.turns]
+    lengths = [sum(len(t.completion.token_ids) for t in r.turns) for r in rollouts]
+    lags = [live - g.admission_version for g in groups]
+    cut = [r.turns[-1].completion.stop_reason is StopReason.LENGTH for r in rollouts]
+    mixed = [len(c.versions) > 0 and c.versions.min() != c.versions.max() for c in completions]
+    flat = [
+        len({r.reward.value for r in g.valid if isinstance(r.reward, Scored)}) == 1 for g in groups
+    ]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/valid_fraction": len(rewards) / len(rollouts),
+        "reward/invalid_count": float(len(rollouts) - len(rewards)),
+        "reward/zero_std_fraction": statistics.fmean(flat),
+        "lag/group_mean": statistics.fmean(lags),
+        "lag/group_max": float(max(lags)),
+        "generate/length_tokens": statistics.fmean(lengths),
+        "generate/length_max_tokens": float(max(lengths)),
+        "generate/truncated_fraction": statistics.fmean(cut),
+        "generate/two_versions_count": float(sum(mixed)),
+        "tokens/generated_count": float(sum(lengths)),
+        **_part_means(groups),
+    }
+
+
+def _part_means(groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.valid:
+            if isinstance(rollout.reward, Scored):
+                for name, value in rollout.reward.parts.items():
+                    parts.setdefault(name, []).append(value)
+    return {f"reward_part/{name}": statistics.fmean(values) for name, values in parts.items()}
