@@ -8,12 +8,8 @@ and ``1000.00`` are equal.
 
 from __future__ import annotations
 
-import json
 import re
 from decimal import Decimal
-from pathlib import Path
-
-INSTRUCTION = "Think step by step, then give the final answer as a number after ####."
 
 # A minus sign belongs to the number unless what is subtracted from stands right before it, as in
 # 16-3.
@@ -21,19 +17,6 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
     r"|(?:(?<![\w)])-\$?|\$-?)?\.\d+"
 )
-
-
-def rows(path: str, n: int | None = None) -> list[dict[str, object]]:
-    """The first ``n`` problems (or all) of a GSM8K JSON-lines file, as rows for the trainer."""
-    with Path(path).open(encoding="utf-8") as stream:
-        problems = [json.loads(line) for line in stream if line.strip()]
-    return [adapt(problem) for problem in problems[:n]]
-
-
-def adapt(problem: dict[str, str]) -> dict[str, object]:
-    """One problem as ``messages`` (question, instruction) and ``answer`` (worked solution)."""
-    content = f"{problem['question']}\n\n{INSTRUCTION}"
-    return {"messages": [{"role": "user", "content": content}], "answer": problem["answer"]}
 
 
 def final_number(text: str) -> Decimal | None:

@@ -1,7 +1,8 @@
 """Reverse a string of digits: a task that a tiny random model learns on a CPU in minutes.
 
-Prompt ``123456=``, answer ``654321``. The reward is the share of right positions, so a model that
-knows nothing still earns a little, and every step towards the answer earns more.
+Prompt ``a1b2c3d4e5f6=``, answer ``654321``. A letter in front of each digit names its place: a
+model without any training needs something to attend to. The reward is the share of right positions,
+so a model that knows nothing earns a little, and every step towards the answer earns more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import islice
+from string import ascii_lowercase
 
 HELD_OUT = 200
 """At most so many digit strings are kept from training (a tenth of all, where that is fewer)."""
@@ -43,7 +45,8 @@ def _distinct(total: int, seed: int) -> Iterator[int]:
 
 
 def _row(text: str) -> dict[str, str]:
-    return {"prompt": f"{text}=", "answer": text[::-1]}
+    marked = "".join(f"{place}{digit}" for place, digit in zip(ascii_lowercase, text, strict=False))
+    return {"prompt": f"{marked}=", "answer": text[::-1]}
 
 
 def reward(
@@ -54,7 +57,7 @@ def reward(
     answer: str,
     **columns: object,
 ) -> dict[str, float]:
-    """Right positions / max(digits, length given), and as a part whether the answer is exactly right."""
+    """Right positions / max(digits, length given); ``exact`` is 1.0 for exactly the answer."""
     right = sum(given == wanted for given, wanted in zip(completions, answer, strict=False))
     share = right / max(len(answer), len(completions))
     return {"reward": share, "exact": float(completions == answer)}

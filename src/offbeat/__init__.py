@@ -1,12 +1,23 @@
 """offbeat: reinforcement learning for language models, on the beat or off it.
 
-The public names are resolved on first use (PEP 562), so ``import offbeat`` loads neither torch nor aiohttp.
+The public names are resolved on first use (PEP 562), so ``import offbeat`` loads neither torch nor
+aiohttp.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offbeat.config import PPOActorConfig, RunConfig, load
+    from offbeat.errors import ConfigError, OffbeatError
+    from offbeat.observe.summary import Summary
+    from offbeat.pipeline.run import PPOTrainer
+    from offbeat.protocols import Workflow
+    from offbeat.rollout.reward import AsyncRewardWrapper
+    from offbeat.rollout.rlvr import RLVRWorkflow
+    from offbeat.types import Completion, Invalid, Prompt, Rollout, SamplingParams, Scored, Turn
 
 __version__ = "0.1.0"
 
@@ -31,7 +42,26 @@ _HOME = {
 }
 """Public name to the module that has it."""
 
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "AsyncRewardWrapper",
+    "Completion",
+    "ConfigError",
+    "Invalid",
+    "OffbeatError",
+    "PPOActorConfig",
+    "PPOTrainer",
+    "Prompt",
+    "RLVRWorkflow",
+    "Rollout",
+    "RunConfig",
+    "SamplingParams",
+    "Scored",
+    "Summary",
+    "Turn",
+    "Workflow",
+    "__version__",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -41,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -1,31 +1,33 @@
 """The command line: verbs, exit codes, and errors written for a person.
 
-Exit codes: 0 all went well · 1 the run failed · 2 usage, configuration, data or model cannot be used · 130 interrupted.
-Heavy modules are imported inside the commands, so that ``--help`` and mistakes answer at once.
+Exit codes: 0 all went well · 1 the run failed · 2 usage, configuration, data or model cannot be
+used · 130 interrupted. Heavy modules are imported inside the commands, so that ``--help`` and
+mistakes answer at once.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from offbeat.errors import ConfigError, DataError, ModelError, OffbeatError
+from offbeat.errors import ConfigError, DataError, ModelError, OffbeatError, boundary
 
 if TYPE_CHECKING:
     from offbeat.config import RunConfig
     from offbeat.observe.summary import Summary
     from offbeat.pipeline.evaluate import EvalResult
-    from offbeat.pipeline.preflight import Inputs
 
 UNUSABLE = (ConfigError, DataError, ModelError)
 INTERRUPTED = 130
 
 app = typer.Typer(
-    help="Reinforcement learning for language models, on the beat (synchronous) or off it (asynchronous).",
+    help="Reinforcement learning for language models, on the beat (synchronous) or off it "
+    "(asynchronous).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,10 +81,10 @@ def train(
     from offbeat.pipeline.run import PPOTrainer
 
     cfg = load(config, overrides or [])
-    trainer = PPOTrainer.from_config(cfg)
     if dry_run:
-        _dry_run(cfg, trainer.inputs)
+        _dry_run(cfg)
         return
+    trainer = PPOTrainer.from_config(cfg)
     typer.echo(f"run folder {trainer.run_dir}")
     summary = trainer.run()
     _print_end(trainer.run_dir, summary)
@@ -140,10 +142,10 @@ def config_show(config: Config, overrides: Overrides = None) -> None:
     from offbeat.config import describe, load
 
     entries = describe(load(config, overrides or []))
-    width = max(len(f"{e.key}: {e.value}") for e in entries)
-    for entry in entries:
-        line = f"{entry.key}: {entry.value}"
-        typer.echo(f"{line:<{min(width, 60)}}  # {entry.note}" if entry.note else line)
+    lines = [f"{entry.key}: {_yaml(entry.value)}" for entry in entries]
+    width = min(60, max(map(len, lines)))
+    for line, entry in zip(lines, entries, strict=True):
+        typer.echo(f"{line:<{width}}  # {entry.note}" if entry.note else line)
 
 
 @model_app.command("init")
@@ -154,6 +156,12 @@ def model_init(
     intermediate: Annotated[int, typer.Option(min=1, help="Width inside the MLP.")] = 176,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 4,
+    head_dim: Annotated[
+        int | None, typer.Option(min=2, help="Size of a head; default hidden / heads.")
+    ] = None,
+    characters: Annotated[
+        str | None, typer.Option(help="Alphabet of the tokenizer, each character once.")
+    ] = None,
     max_len: Annotated[int, typer.Option(min=8, help="Context, tokens.")] = 256,
     rope_theta: Annotated[float, typer.Option(help="Base of the rotary embedding.")] = 100.0,
     initializer_range: Annotated[
@@ -169,10 +177,12 @@ def model_init(
     ] = False,
 ) -> None:
     """Make a tiny Llama-style model with random weights and a character tokenizer."""
+    if keep and overwrite:
+        raise ConfigError("--keep and --overwrite exclude each other")
     if keep and (folder / "config.json").is_file():
         typer.echo(f"{folder} is there already")
         return
-    from offbeat.model.init import init_model
+    from offbeat.model.init import CHARACTERS, init_model
 
     made = init_model(
         folder,
@@ -181,6 +191,8 @@ def model_init(
         intermediate=intermediate,
         heads=heads,
         kv_heads=kv_heads,
+        head_dim=head_dim,
+        characters=CHARACTERS if characters is None else characters,
         max_len=max_len,
         rope_theta=rope_theta,
         initializer_range=initializer_range,
@@ -205,25 +217,35 @@ def model_import(
     typer.echo(f"{import_gguf(file, folder, overwrite=overwrite)}")
 
 
-def _dry_run(cfg: RunConfig, inputs: Inputs) -> None:
-    """Check the reward too, and say what a run would do."""
-    import asyncio
-    import os
+def _yaml(value: object) -> str:
+    """``value`` on one line, as the configuration file could have it."""
+    import json
 
-    from offbeat.pipeline.preflight import try_reward
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _dry_run(cfg: RunConfig) -> None:
+    """Check what a run would check, and the reward; say what it would do. Writes nothing."""
+    import asyncio
+
+    from offbeat.pipeline.preflight import prepare, try_reward
+    from offbeat.pipeline.run import free_run_dir, usable_cores
     from offbeat.types import Scored
 
+    free_run_dir(cfg)
+    inputs = prepare(cfg, reward_log=None)
     prompt, reward = asyncio.run(try_reward(inputs))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores(cfg.model.path)
     value = f"{reward.value:g}" if isinstance(reward, Scored) else reward.reason
     validation = len(inputs.validation) if inputs.validation is not None else 0
     for line in (
         f"model       {cfg.model.path}, context {inputs.max_len} tokens",
         f"data        {len(inputs.stream)} training rows, {validation} validation rows",
-        f"run         {inputs.steps} steps of {cfg.train_dataset.batch_size} prompts x {cfg.gconfig.n_samples} answers",
+        f"run         {inputs.steps} steps of {cfg.train_dataset.batch_size} prompts x "
+        f"{cfg.gconfig.n_samples} answers",
         f"asynchrony  max_staleness {cfg.rollout.max_staleness}, at most {cfg.tickets} groups open",
-        f"threads     trainer {cfg.trainer_threads(cores)}, each of {cfg.generator.replicas} generator(s) "
-        f"{cfg.generator_threads(cores)}",
+        f"threads     trainer {cfg.trainer_threads(cores)}, each of {cfg.generator.replicas} "
+        f"generator(s) {cfg.generator_threads(cores)}",
         f"row 1       {prompt.text!r} ({len(prompt.token_ids)} tokens)",
         f"reward      {value} for an empty answer to it",
         "everything that can be checked without training is fine",
@@ -240,33 +262,43 @@ def _print_end(run_dir: Path, summary: Summary) -> None:
 
 def _print_eval(result: EvalResult, as_json: bool) -> None:
     import json
+    import math
 
     metrics = {name: value for name, value in result.metrics().items() if name != "eval/version"}
     if as_json:
-        typer.echo(
-            json.dumps({**metrics, "eval/prompts": result.prompts, "eval/skipped": result.skipped})
-        )
+        # The mean of no valid reward is NaN, which JSON does not have.
+        finite = {n: value if math.isfinite(value) else None for n, value in metrics.items()}
+        counts = {"eval/prompts": result.prompts, "eval/skipped": result.skipped}
+        typer.echo(json.dumps({**finite, **counts}, allow_nan=False))
         return
     for name, value in metrics.items():
         typer.echo(f"{name:<28} {value:.4g}")
 
 
-def _fail(error: OffbeatError) -> NoReturn:
-    """Report an error and leave with its exit code."""
+def _fail(error: OffbeatError, debug: bool) -> NoReturn:
+    """Report an error and leave with its exit code; its traceback only with ``debug``."""
+    if debug:
+        traceback.print_exception(error)
     typer.echo(f"error: {error}", err=True)
     for note in getattr(error, "__notes__", ()):
-        typer.echo(note, err=True)
+        if "\n" not in note:  # the others are tracebacks of other processes
+            typer.echo(note, err=True)
+        elif not debug:
+            typer.echo(f"(--debug shows the traceback {note.partition(':')[0]})", err=True)
     sys.exit(2 if isinstance(error, UNUSABLE) else 1)
 
 
 def main() -> None:
-    """Run the command line; never shows a traceback without ``--debug``."""
+    """Run the command line; tracebacks only with ``--debug``, which may stand anywhere."""
+    args = [arg for arg in sys.argv[1:] if arg != "--debug"]
+    debug = len(args) < len(sys.argv) - 1
     try:
-        app()
+        with boundary(OffbeatError, "unexpected error (--debug shows where)"):
+            app(["--debug", *args] if debug else args)
     except OffbeatError as error:
-        if "--debug" in sys.argv:
+        _fail(error, debug)
+    except (SystemExit, KeyboardInterrupt) as left:
+        if isinstance(left, SystemExit) and left.code != INTERRUPTED:
             raise
-        _fail(error)
-    except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)

@@ -1,25 +1,25 @@
 """The error vocabulary of offbeat: one tree, one meaning per class.
 
     OffbeatError
-    ├── ConfigError(ValueError)        a configuration that cannot be used; names path, value, allowed set
-    ├── DataError(ValueError)          a data set, row or column that cannot be used; names file and row
-    ├── ModelError(ValueError)         a model folder that cannot be loaded or is not supported; names the layer or file
-    ├── RolloutError                   one rollout went wrong; the group ends with a reason, the run goes on
-    │   ├── GenerationError            the generator could not serve a request
-    │   ├── PromptTooLong              prompt plus answer do not fit the context
-    │   └── RewardError                a reward function raised or returned something that is not a number
-    │       └── RewardTimeout          ... or was killed at its deadline
-    ├── TrainingError(RuntimeError)    the optimizer step could not be taken
-    │   ├── NonFiniteLoss              loss, log-prob or gradient is NaN or infinite
-    │   └── StaleBatchError            a group reached the trainer later than max_staleness allows
-    ├── CheckpointError                a save or load failed
-    │   └── CorruptCheckpoint          what is on disk is not what the manifest says
-    ├── WeightSyncError                a worker holds other weights than the controller believes
-    └── WorkerError                    a process of the run died, hung or answered with an unexpected exception
-        └── StallError                 a wait passed its deadline; names what was waited for and since when
+    ├── ConfigError(ValueError)      cannot be used; names path, value, allowed set
+    ├── DataError(ValueError)        data set, row or column cannot be used; names file and row
+    ├── ModelError(ValueError)       model folder not loadable or not supported; names layer or file
+    ├── RolloutError                 one rollout went wrong; its group ends, the run goes on
+    │   ├── GenerationError          the generator could not serve a request
+    │   ├── PromptTooLong            prompt plus answer do not fit the context
+    │   └── RewardError              a reward function raised, or returned what is not a number
+    │       └── RewardTimeout        ... or was killed at its deadline
+    ├── TrainingError(RuntimeError)  the optimizer step could not be taken
+    │   ├── NonFiniteLoss            loss, log-prob or gradient is NaN or infinite
+    │   └── StaleBatchError          a group was later than max_staleness allows
+    ├── CheckpointError              a save or load failed
+    │   └── CorruptCheckpoint        what is on disk is not what the manifest says
+    ├── WeightSyncError              a worker holds other weights than the controller believes
+    └── WorkerError                  a process died, hung or raised what it should not
+        └── StallError               a wait passed its deadline; names what and since when
 
-A bad *rollout* is data: it is recorded once and counted. A bad *run* is one of the others and ends the run.
-Every class takes one message, so that instances pickle and travel by name (see ``by_name``).
+A bad *rollout* is data: it is recorded once and counted. A bad *run* is one of the others and ends
+the run. Every class takes one message, so that instances pickle and travel by name (``by_name``).
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _tree(cls: type[OffbeatError]) -> Iterator[type[OffbeatError]]:
 def by_name(name: str) -> type[OffbeatError]:
     """The class called ``name``; ``WorkerError`` for a name from outside the tree.
 
-    This is how an exception crosses a process boundary: as its class name and message, never as an object.
+    This is how an exception crosses a process boundary: as its class name and message, never as an
+    object.
     """
     return {cls.__name__: cls for cls in _tree(OffbeatError)}.get(name, WorkerError)
 
@@ -119,9 +120,10 @@ def _leaves(exc: BaseException) -> Iterator[BaseException]:
 
 
 def true_cause(exc: BaseException) -> BaseException:
-    """The one error to report of a task group's several: what ends a run before what ends a rollout.
+    """The one error to report of a task group's several: what ends a run comes first.
 
-    Among the leaves, an error of this tree that is no ``RolloutError`` comes first, then any other error, then a ``RolloutError``.
+    Among the leaves, an error of this tree that is no ``RolloutError`` comes first, then any other
+    error, then a ``RolloutError``.
     """
 
     def rank(leaf: BaseException) -> int:
@@ -136,8 +138,9 @@ def true_cause(exc: BaseException) -> BaseException:
 def boundary(error: type[OffbeatError], what: str) -> Iterator[None]:
     """Turn any foreign exception raised inside into ``error``, naming ``what`` was being done.
 
-    Errors of this tree pass unchanged, also out of a task group; cancellation and interpreter exits too. This is the only
-    broad ``except`` of the package: it classifies and re-raises, it never swallows.
+    Errors of this tree pass unchanged, also out of a task group; cancellation and interpreter exits
+    too. This is the only broad ``except`` of the package: it classifies and re-raises, it never
+    swallows.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """The seams: what the pipeline asks of a generator, a trainer, a workflow and a sink.
 
-Each Protocol is small on purpose; implementations live one row up and are named in a literal dictionary beside
-the code that chooses them. Nothing here runs.
+Each Protocol is small on purpose; implementations live one row up and are named in a literal
+dictionary beside the code that chooses them. Nothing here runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offbeat.types import (
 )
 
 JsonValue: TypeAlias = (
-    str | int | float | bool | None | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+    str | int | float | bool | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
 )
 
 
@@ -45,7 +45,10 @@ class Generator(Protocol):
     async def commit(self, version: PolicyVersion) -> float:
         """Swap to the staged weights between two decode steps; running requests continue.
 
-        Returns the seconds for which generation stood still. Raises WeightSyncError when ``version`` is not staged.
+        Returns the seconds for which generation stood still.
+
+        Raises:
+            WeightSyncError: ``version`` is not staged.
         """
 
     async def pause(self) -> None:
@@ -55,7 +58,10 @@ class Generator(Protocol):
         """Undo ``pause``."""
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """End these requests with ``StopReason.ABORTED`` and what they wrote so far; returns how many were found."""
+        """End these requests with ``StopReason.ABORTED`` and what they wrote so far.
+
+        Returns how many were found.
+        """
 
     async def stats(self) -> GeneratorStats:
         """Counters and spans; answered without waiting for a forward pass."""
@@ -68,7 +74,10 @@ class Trainer(Protocol):
         """Train on ``batch`` (msgpack of ``list[TrainSample]``) and produce version ``produce``.
 
         Idempotent by ``produce``: a trainer already there returns its stored report.
-        Raises TrainingError when the step cannot be taken, WeightSyncError when ``produce`` is not its version + 1.
+
+        Raises:
+            TrainingError: the step cannot be taken.
+            WeightSyncError: ``produce`` is not the trainer's version + 1.
         """
 
     async def publish(self) -> WeightUpdate:
@@ -94,7 +103,7 @@ class EpisodeEngine(Protocol):
         turn: int = 0,
         params: SamplingParams | None = None,
     ) -> Completion:
-        """Generate one completion for ``sibling``; its random stream is (run seed, group, sibling, turn)."""
+        """Generate one completion; its random stream is (run seed, group, sibling, turn)."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens added."""

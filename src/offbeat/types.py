@@ -1,11 +1,13 @@
 """The nouns of offbeat: values that travel between stages.
 
-Owns the shape of every hop (who reads what is written by whom); knows no configuration, no processes and no torch.
-Per-token arrays are one-dimensional numpy arrays. Token ids and versions are int64, log-probs are float32 in nats.
+Owns the shape of every hop (who reads what is written by whom); knows no configuration, no
+processes and no torch. Per-token arrays are one-dimensional numpy arrays. Token ids and versions
+are int64, log-probs are float32 in nats.
 
 The life of one group, in types::
 
-    Prompt ──► GenerateRequest ──► Completion ──► Turn, Rollout(reward) ──► RolloutGroup ──► TrainSample ──► StepReport
+    Prompt ──► GenerateRequest ──► Completion ──► Turn, Rollout(reward)
+           ──► RolloutGroup ──► TrainSample ──► StepReport
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ PolicyVersion = NewType("PolicyVersion", int)
 """The weights before update k. Version 0 is the model as loaded."""
 
 GroupId = NewType("GroupId", int)
-"""Position in the endless seeded prompt stream; also ticket, ledger row, sampling seed and data cursor."""
+"""Position in the endless seeded prompt stream; also ticket, ledger row, sampling seed and data
+cursor.
+"""
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -62,8 +66,8 @@ class Message:
 class Prompt:
     """One row of the data set at its place in the stream.
 
-    ``token_ids`` is what the model reads; ``text`` the same decoded form a person and a reward function read
-    (for chat rows: the content of the last user message). ``columns`` are the row's other columns.
+    ``token_ids`` is what the model reads; ``text`` is what a person and a reward function read (for
+    chat rows: the content of the last user message). ``columns`` are the row's other columns.
     """
 
     group_id: GroupId
@@ -77,9 +81,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one answer. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 are off.
+    """How to sample one answer.
 
-    ``stop`` strings end the answer and trim its text (tokens stay); ``stop_token_ids`` come in addition to the
+    ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 are off. ``stop`` strings
+    end the answer and trim its text (tokens stay); ``stop_token_ids`` come in addition to the
     model's own end-of-sequence ids, which ``ignore_eos`` switches off.
     """
 
@@ -98,8 +103,8 @@ class GenerateRequest:
     """One completion to generate; idempotent by ``request_id``.
 
     ``seed`` (64 bits) names the request's random stream: the token at answer position i depends on
-    (seed, i, logits) only, never on which other requests run beside it. ``group_id`` and ``turn`` tell the
-    engine which requests share their prompt; evaluation requests carry ``group_id`` -1.
+    (seed, i, logits) only, never on which other requests run beside it. ``group_id`` and ``turn``
+    tell the engine which requests share their prompt; evaluation requests carry ``group_id`` -1.
     """
 
     request_id: str
@@ -115,8 +120,9 @@ class GenerateRequest:
 class Completion:
     """What the engine wrote: equal-length per-token arrays, the sampled stop token included.
 
-    ``logprobs[i]`` is the log-probability (nats) of ``token_ids[i]`` under the distribution actually sampled
-    from, by the weights of ``versions[i]``. ``text`` is the decoded answer without stop token or stop string.
+    ``logprobs[i]`` is the log-probability (nats) of ``token_ids[i]`` under the distribution
+    actually sampled from, by the weights of ``versions[i]``. ``text`` is the decoded answer without
+    stop token or stop string.
     """
 
     token_ids: IntArray
@@ -129,14 +135,14 @@ class Completion:
         n = len(self.token_ids)
         if len(self.logprobs) != n or len(self.versions) != n:
             raise ValueError(
-                f"Completion arrays differ in length: token_ids {n}, logprobs {len(self.logprobs)}, "
-                f"versions {len(self.versions)}"
+                f"Completion arrays differ in length: token_ids {n}, "
+                f"logprobs {len(self.logprobs)}, versions {len(self.versions)}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A reward that was really computed: a finite ``value`` and, by name, the parts it was made of."""
+    """A reward that was really computed: a finite ``value`` and, by name, its parts."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -153,7 +159,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invalid:
-    """No reward could be computed, and why. Leaves the baseline and the loss; never a silent zero."""
+    """No reward could be computed, and why. Leaves baseline and loss; never a silent zero."""
 
     reason: str
 
@@ -165,8 +171,8 @@ Reward: TypeAlias = Scored | Invalid
 class Turn:
     """One exchange: everything the model read before it wrote ``completion``.
 
-    In a later turn ``prompt_ids`` starts with the previous turn's prompt and completion, followed by what the
-    environment replied.
+    In a later turn ``prompt_ids`` starts with the previous turn's prompt and completion, followed
+    by what the environment replied.
     """
 
     prompt_ids: IntArray
@@ -188,7 +194,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The siblings of one prompt, with the policy version that was live when the group was admitted."""
+    """The siblings of one prompt, with the policy version that was live at their admission."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -202,10 +208,11 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One rollout as a flat row; every array is ``[T]``, T = all tokens of the last turn, prompt included.
+    """One rollout as a flat row; every array is ``[T]``: the last turn's tokens, prompt included.
 
-    ``loss_mask[t]`` is true where the policy wrote token t. ``behave_logp`` (nats, float32) and ``versions`` belong
-    to token t and are 0 and -1 where the mask is false. ``truncated``: the last turn stopped by ``length``.
+    ``loss_mask[t]`` is true where the policy wrote token t. ``behave_logp`` (nats, float32) and
+    ``versions`` belong to token t and are 0 and -1 where the mask is false. ``truncated``: the last
+    turn stopped by ``length``.
     """
 
     group_id: GroupId
@@ -227,7 +234,10 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """Weights of one version, ready to be read: a safetensors file at ``uri`` whose xxh3-128 is ``digest``."""
+    """Weights of one version, ready to be read.
+
+    A safetensors file of ``nbytes`` bytes at ``uri``, whose xxh3-128 is ``digest``.
+    """
 
     version: PolicyVersion
     uri: str
@@ -246,10 +256,11 @@ class BlobRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one ``update`` did. ``version`` is the one it produced; times are seconds, log-ratios nats.
+    """What one ``update`` did; ``version`` is the one it produced.
 
-    ``metrics`` maps declared metric names to values already reduced over the whole batch.
-    ``started`` and ``ended`` are CLOCK_MONOTONIC seconds of the trainer process (comparable on one machine).
+    ``metrics`` maps declared metric names to values already reduced over the whole batch; times in
+    them are seconds, log-ratios nats. ``started`` and ``ended`` are CLOCK_MONOTONIC seconds of the
+    trainer process (comparable on one machine).
     """
 
     version: PolicyVersion
@@ -262,9 +273,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorStats:
-    """Counters of one generator since its start, and the spans in which a forward pass ran since the last call.
+    """Counters of one generator since its start, and when it computed since the last call.
 
-    ``decode_spans`` and ``prefill_spans`` are (start, end) pairs of CLOCK_MONOTONIC seconds.
+    ``decode_spans`` and ``prefill_spans`` are (start, end) pairs of CLOCK_MONOTONIC seconds in
+    which a forward pass ran.
     """
 
     version: PolicyVersion

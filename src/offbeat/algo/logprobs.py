@@ -1,7 +1,8 @@
 """Log-probabilities and entropy of chosen tokens, over the full vocabulary.
 
-Owns the one formula that engine and trainer share, ``x_y - logsumexp(x)`` with ``x = logits / T``, and its chunked,
-memory-lean training form. Both sides must use it: ``log_softmax`` differs in the last bits.
+Owns the one formula that engine and trainer share, ``x_y - logsumexp(x)`` with ``x = logits / T``,
+and its chunked, memory-lean training form. Both sides must use it: ``log_softmax`` differs in the
+last bits.
 
 Shapes: N tokens, V vocabulary, E hidden size.
 """
@@ -27,15 +28,16 @@ def gather_logprobs(scaled: Tensor, log_z: Tensor, tokens: Tensor) -> Tensor:
     return scaled.gather(1, tokens[:, None]).squeeze(1) - log_z
 
 
-def _as(
-    dtype: torch.dtype, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _as(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The head in the dtype of the hidden states (bfloat16 compute over float32 master weights)."""
     return weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log p(token) and entropy from hidden states; saves hidden, weight and log Z, recomputes logits by chunk."""
+    """log p(token) and entropy from hidden states.
+
+    Saves hidden, weight and log Z; the backward pass computes the logits again, chunk by chunk.
+    """
 
     @staticmethod
     def forward(
@@ -53,8 +55,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             x = scale_logits(torch.nn.functional.linear(h, head, head_bias), t)
             z = torch.logsumexp(x, dim=-1)
             logp.append(gather_logprobs(x, z, y))
-            # H = log Z - E[x]
-            entropy.append(z - (torch.exp(x - z[:, None]) * x).sum(-1))
+            # -E[log p], not log Z - E[x]: large logits would cancel.
+            log_p = x - z[:, None]
+            entropy.append(-(torch.exp(log_p) * log_p).sum(-1))
             log_z.append(z)
         out_logp, out_entropy = torch.cat(logp), torch.cat(entropy)
         ctx.save_for_backward(hidden, weight, bias, tokens, torch.cat(log_z), out_entropy)
@@ -97,16 +100,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def chunked_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ``tokens`` and the entropy of each distribution, without a ``[N, V]`` buffer.
+    """Log-probabilities of ``tokens`` and entropies, without a ``[N, V]`` buffer.
 
     Args:
-        hidden: [N, E], the state that predicts each token; N a multiple of 16 keeps the engine's bits.
-            Its dtype is the one products are computed in.
+        hidden: [N, E], the state that predicts each token; N a multiple of 16 keeps the engine's
+            bits. Its dtype is the one products are computed in.
         weight: [V, E] output head; bias: [V] or None.
         tokens: [N] int64.
         temperature: > 0, the rollout's.
 
-    Returns: (logp [N] float32 nats, entropy [N] float32 nats), both differentiable in hidden, weight and bias.
+    Returns: (logp [N], entropy [N]), float32 nats, differentiable in hidden, weight and bias.
     """
     logp, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, tokens, temperature)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return logp, entropy

@@ -316,6 +316,8 @@ class Saver:
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         try:
+            if isinstance(exc, asyncio.CancelledError):
+                await self._hurry()
             await self.close()
         except CheckpointError as failure:
             if exc is None:
@@ -323,6 +325,21 @@ class Saver:
             # The body's error goes on, a cancellation above all; the failure travels with it.
             exc.add_note(f"closing the saver failed as well: {failure}")
             log.error("closing the saver failed: %s", failure)
+
+    async def _hurry(self) -> None:
+        """Who interrupts a run waits for a write that goes on, not for a disk that hangs."""
+        flight = self._in_flight
+        try:
+            async with asyncio.timeout(_EXIT_SECONDS):
+                await self.wait()
+        except TimeoutError:
+            assert flight is not None
+            self._in_flight = None
+            await self._writer.death()
+            raise CheckpointError(
+                f"step {flight.step}: {flight.path} was not saved: its writer was killed "
+                f"{_EXIT_SECONDS:g} s after the run was interrupted"
+            ) from None
 
     def _job(self, update: WeightUpdate, step: int, path: Path, config_digest: str) -> SaveJob:
         return SaveJob(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, boundary
 
 
 def resolve(spec: str, search_dir: Path | None, key: str) -> object:
@@ -21,7 +22,8 @@ def resolve(spec: str, search_dir: Path | None, key: str) -> object:
         key: configuration path of ``spec``, for the error message.
 
     Raises:
-        ConfigError: malformed spec, module not found or failing to import, attribute missing.
+        ConfigError: malformed spec, module not found, failing to import or hidden by another of
+            the same name, attribute missing.
     """
     module_name, sep, attr_path = spec.partition(":")
     if not sep or not module_name or not attr_path:
@@ -29,22 +31,46 @@ def resolve(spec: str, search_dir: Path | None, key: str) -> object:
     if search_dir is not None and str(search_dir) not in sys.path:
         sys.path.insert(0, str(search_dir))
         importlib.invalidate_caches()
-    try:
-        target: object = importlib.import_module(module_name)
-    except ModuleNotFoundError as exc:
-        if exc.name is not None and not f"{module_name}.".startswith(f"{exc.name}."):
-            raise ConfigError(f"{key}: importing {module_name!r} failed: {exc}") from exc
-        where = f"beside the configuration file ({search_dir}) nor" if search_dir else ""
-        raise ConfigError(
-            f"{key}: module {module_name!r} of {spec!r} was found neither {where} as an installed module"
-        ) from exc
-    except Exception as exc:
-        raise ConfigError(
-            f"{key}: importing {module_name!r} failed: {type(exc).__name__}: {exc}"
-        ) from exc
+    with boundary(ConfigError, f"{key}: importing {module_name!r} failed"):
+        module = _import(module_name, spec, search_dir, key)
+    if search_dir is not None:
+        _check_not_hidden(module, search_dir, key)
+    target: object = module
     for name in attr_path.split("."):
         if not hasattr(target, name):
-            public = [n for n in vars(target) if not n.startswith("_")] if hasattr(target, "__dict__") else []
-            raise ConfigError(f"{key}: {module_name!r} has no {attr_path!r}; it has {', '.join(public[:20])}")
+            public = [n for n in getattr(target, "__dict__", {}) if not n.startswith("_")]
+            has = f"; it has {', '.join(public[:20])}" if public else ""
+            raise ConfigError(f"{key}: {module_name!r} has no {attr_path!r}{has}")
         target = getattr(target, name)
     return target
+
+
+def _import(module_name: str, spec: str, search_dir: Path | None, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
+            raise  # it was found; something that it imports was not
+        where = f"neither beside the configuration file ({search_dir}) nor" if search_dir else "not"
+        raise ConfigError(
+            f"{key}: module {module_name!r} of {spec!r} was found {where} as an installed module"
+        ) from exc
+    except SystemExit as exc:
+        # Passed on, it would end the run as if all had gone well.
+        raise ConfigError(
+            f"{key}: importing {module_name!r} called sys.exit({exc.code!r}); put what the file "
+            'does as a script under `if __name__ == "__main__":`'
+        ) from exc
+
+
+def _check_not_hidden(module: ModuleType, search_dir: Path, key: str) -> None:
+    """A module imported earlier under the same name would silently be used in the file's place."""
+    top = module.__name__.partition(".")[0]
+    here = (search_dir / f"{top}.py", search_dir / top / "__init__.py")
+    found = getattr(sys.modules[top], "__file__", None)
+    wanted = next((file for file in here if file.is_file()), None)
+    if wanted is not None and (found is None or Path(found).resolve() != wanted.resolve()):
+        raise ConfigError(
+            f"{key}: {wanted} is hidden by the module {top!r} of {found or 'the interpreter'}, "
+            "which was imported before; rename one of them"
+        )

@@ -18,7 +18,8 @@ TARGET = "offbeat.generate.server:open_service"
 class GeneratorSpec:
     """What a generator process needs to start.
 
-    ``max_len`` is the most tokens (prompt plus answer) of one request; ``dtype`` null is the device's default.
+    ``max_len`` is the most tokens (prompt plus answer) of one request; ``dtype`` null is the
+    device's default.
     """
 
     model_path: str
@@ -32,8 +33,8 @@ class GeneratorSpec:
 class EngineInfo:
     """What the engine found out about itself at start-up.
 
-    ``bitwise``: cached decode and the packed training pass gave equal bits on this machine, with these threads; otherwise
-    ``max_error`` is their largest difference in log-prob (nats).
+    ``bitwise``: cached decode and the packed training pass gave equal bits on this machine, with
+    these threads; otherwise ``max_error`` is their largest difference in log-prob (nats).
     """
 
     device: str

@@ -1,7 +1,8 @@
 """Several generators as one: requests of a group stick to one replica, control calls go to all.
 
-Owns the choice of replica; knows no weights and no tokens. Stickiness lets siblings share their prompt's prefill; the choice is
-a function of the group id alone, so a run sends the same request to the same replica every time.
+Owns the choice of replica; knows no weights and no tokens. Stickiness lets siblings share their
+prompt's prefill; the choice is a function of the group id alone, so a run sends the same request to
+the same replica every time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from typing import TypeVar
 
+from offbeat.errors import true_cause
 from offbeat.protocols import Generator
 from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
 
@@ -65,7 +67,7 @@ class Router:
                 tasks = [group.create_task(one(g)) for g in self._replicas]
         except BaseExceptionGroup as errors:
             # The caller asked one generator: it gets that one's error, not a group of them.
-            raise errors.exceptions[0] from errors
+            raise true_cause(errors) from errors
         return [t.result() for t in tasks]
 
 

@@ -1,8 +1,9 @@
 """The generator process: one engine thread, one event loop, and the calls between them.
 
-Consumes ``GenerateRequest``s and weight updates over RPC; produces ``Completion``s. The engine thread is the only one that touches
-the model: between two steps it takes whatever the loop posted (requests, aborts, a weight swap). Control calls that need no
-model (pause, resume, stats) answer from the loop and never wait for a forward pass.
+Consumes ``GenerateRequest``s and weight updates over RPC; produces ``Completion``s. The engine
+thread is the only one that touches the model: between two steps it takes whatever the loop posted
+(requests, aborts, a weight swap). ``stats``, ``info`` and ``resume`` answer from the loop and never
+wait for a forward pass; ``pause`` and ``abort`` wait at most for the one that is running.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import GenerationError, OffbeatError
+from offbeat.errors import GenerationError, OffbeatError, boundary
 from offbeat.generate.client import EngineInfo, GeneratorSpec
 from offbeat.generate.engine.engine import Engine
 from offbeat.generate.engine.selfcheck import compare_paths
@@ -42,7 +43,10 @@ class GeneratorService:
         self._subscriber = subscriber
         self._info = info
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._ids: set[str] = set()
+        """Requests with a caller; the loop's."""
+        self._callers: dict[str, asyncio.Future[Completion]] = {}
+        """Who gets the answer of each request in the engine; the engine thread's."""
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._paused = False
@@ -51,18 +55,24 @@ class GeneratorService:
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        if request.request_id in self._pending:
+        """See ``Generator``. Cancelling the call frees the request's slot."""
+        if request.request_id in self._ids:
             raise GenerationError(f"request {request.request_id} is already running")
         future: asyncio.Future[Completion] = self._loop.create_future()
-        self._pending[request.request_id] = future
+
+        def submit() -> None:
+            self._engine.submit(request)
+            self._callers[request.request_id] = future
+
+        self._ids.add(request.request_id)
         try:
-            await self._on_engine(lambda: self._engine.submit(request))
+            await self._on_engine(submit)
             return await future
         except asyncio.CancelledError:
             self._post(lambda: self._deliver(self._engine.abort([request.request_id])))
             raise
         finally:
-            del self._pending[request.request_id]
+            self._ids.discard(request.request_id)
 
     async def stage(self, update: WeightUpdate) -> None:
         await asyncio.to_thread(self._subscriber.stage, update)
@@ -76,11 +86,13 @@ class GeneratorService:
         return await self._on_engine(swap)
 
     async def pause(self) -> None:
+        """Start no further pass; returns when the one that is running has ended."""
         self._paused = True
+        await self._on_engine(lambda: None)
 
     async def resume(self) -> None:
-        self._paused = False
         with self._wake:
+            self._paused = False
             self._wake.notify()
 
     async def abort(self, request_ids: Sequence[str]) -> int:
@@ -113,8 +125,8 @@ class GeneratorService:
 
     async def close(self) -> None:
         """Stop the engine thread; running requests end as cancelled with their callers."""
-        self._closing = True
         with self._wake:
+            self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
@@ -131,15 +143,10 @@ class GeneratorService:
 
         def run() -> None:
             try:
-                result = work()
+                with boundary(GenerationError, "the engine"):
+                    result = work()
             except OffbeatError as exc:
                 self._call_loop(_fail, future, exc)
-            except (
-                Exception
-            ) as exc:  # classified here because it would otherwise end the engine thread
-                error = GenerationError(f"{type(exc).__name__}: {exc}")
-                error.__cause__ = exc
-                self._call_loop(_fail, future, error)
             else:
                 self._call_loop(_resolve, future, result)
 
@@ -151,13 +158,12 @@ class GeneratorService:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _deliver(self, ended: Sequence[tuple[GenerateRequest, Completion]]) -> None:
-        """Hand finished completions to their callers, in one turn of the loop."""
+        """Hand completions to their callers, in one turn of the loop; on the engine thread."""
+        answers = [(self._callers.pop(r.request_id), completion) for r, completion in ended]
 
         def resolve() -> None:
-            for request, completion in ended:
-                future = self._pending.get(request.request_id)
-                if future is not None:
-                    _resolve(future, completion)
+            for future, completion in answers:
+                _resolve(future, completion)
 
         self._call_loop(resolve)
 
@@ -180,26 +186,19 @@ class GeneratorService:
         return bool(self._commands) or self._closing or bool(busy)
 
     def _step(self) -> None:
+        """One step; when it fails, every request in the engine ends with the reason."""
         try:
-            finished = self._engine.step()
-        except (
-            Exception
-        ) as exc:  # every request of a failed pass ends with the reason; the process lives on
+            with boundary(GenerationError, "a forward pass"):
+                finished = self._engine.step()
+        except OffbeatError as exc:
             log.exception("a forward pass failed")
-            error = (
-                exc
-                if isinstance(exc, OffbeatError)
-                else GenerationError(f"{type(exc).__name__}: {exc}")
-            )
-            self._call_loop(self._fail_all, error)
             self._engine.reset()
+            for future in self._callers.values():
+                self._call_loop(_fail, future, exc)
+            self._callers.clear()
         else:
             if finished:
                 self._deliver(finished)
-
-    def _fail_all(self, error: Exception) -> None:
-        for future in self._pending.values():
-            _fail(future, error)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:
@@ -215,7 +214,7 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 def _load(spec: GeneratorSpec) -> tuple[Engine, MemorySubscriber, EngineInfo]:
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
-    model = load_model(spec.model_path, dtype=dtype, device=device)
+    model = load_model(spec.model_path, dtype=dtype, device=device, max_len=spec.max_len)
     codec = TextCodec.open(spec.model_path)
 
     def engine(slots: int) -> Engine:

@@ -1,1 +1,1 @@
-"""Hugging Face models as offbeat runs them: loading, attention over packed rows, tiny models, GGUF import."""
+"""Hugging Face models as offbeat runs them: loading, packed attention, tiny models, GGUF."""

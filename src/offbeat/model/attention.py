@@ -1,20 +1,21 @@
 """Attention over packed rows, the same bits in training, prefill and cached decode.
 
-Owns: the function registered in transformers' attention interface, the layout of packed rows, and the padding
-rules that make a row's result independent of what is computed beside it. Knows no cache and no sampling: a
-cached decode step brings its own context object (``generate/engine/cache.py``).
+Owns: the function registered in transformers' attention interface, the layout of packed rows, and
+the padding rules that make a row's result independent of what is computed beside it. Knows no cache
+and no sampling: a cached decode step brings its own context (``generate/engine/cache.py``).
 
-A model is always called on one flat row ``[1, N]`` of tokens with explicit positions and an extra keyword
-``ctx``; transformers hands unknown keywords down to the attention function, which delegates to
-``ctx.attend``. Without a context there is nothing to attend to, so the function refuses.
+A model is always called on one flat row ``[1, N]`` of tokens with explicit positions and an extra
+keyword ``ctx``; transformers hands unknown keywords down to the attention function, which delegates
+to ``ctx.attend``. Without a context there is nothing to attend to, so the function refuses.
 
-Why the padding (measured on CPU float32, one and two threads): a GEMM with fewer than 4 rows, or with few rows
-on two threads, uses other kernels with other bits; the probability-times-value product blocks its keys at 192.
-So token rows are padded to multiples of 16, query rows to multiples of 4, keys to multiples of 16 up to 192 and
-of 192 beyond, and every sequence is attended from offset 0.
+Why the padding (measured on CPU float32, one and two threads): a GEMM with fewer than 4 rows, or
+with few rows on two threads, uses other kernels with other bits; the probability-times-value
+product blocks its keys at 192. So token rows are padded to multiples of 16, query rows to multiples
+of 4, keys to multiples of 16 up to 192 and of 192 beyond, and every sequence is attended from
+offset 0.
 
-Shapes: N packed tokens (padded), S sequences, L padded length, H query heads, K key heads, G = H / K,
-M query rows, T keys, D head size.
+Shapes: N packed tokens (padded), S sequences, L padded length, H query heads, K key heads,
+G = H / K, M query rows, T keys, D head size.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def key_bucket(n: int) -> int:
-    """Number of keys to compute for ``n`` visible ones: multiples of 16 up to 192, of 192 beyond."""
+    """Keys to compute for ``n`` visible ones: multiples of 16 up to 192, of 192 beyond."""
     return round_up(n, TOKEN_ROWS) if n <= KEY_BLOCK else round_up(n, KEY_BLOCK)
 
 
 class AttentionContext(Protocol):
     """What one forward pass attends to."""
 
+    @property
+    def longest(self) -> int:
+        """Most keys that any query of the pass sees."""
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention output ``[N, H, D]`` for ``query [N, H, D]``, ``key`` and ``value [N, K, D]``."""
+        """Output ``[N, H, D]`` for ``query [N, H, D]``, ``key`` and ``value [N, K, D]``."""
 
 
 def attend_core(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -59,7 +64,8 @@ def attend_core(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: 
     Args:
         query: [B, M, D], M a multiple of ``QUERY_ROWS``.
         key, value: [B, T, D], T a ``key_bucket``.
-        bias: broadcastable to [B, M, T], 0 where visible and -inf where not; every row sees at least one key.
+        bias: broadcastable to [B, M, T], 0 where visible and -inf where not; every row sees at
+            least one key.
         scale: factor on the scores.
     """
     scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
@@ -70,8 +76,8 @@ def attend_core(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: 
 class SequenceGroup:
     """Sequences of one key bucket, as a view into the packed row.
 
-    ``gather`` [S · L] maps the padded view to packed tokens (a padded place repeats the sequence's last token: its result
-    is never read back).
+    ``gather`` [S · L] maps the padded view to packed tokens (a padded place repeats the sequence's
+    last token: its result is never read back).
     """
 
     gather: Tensor
@@ -84,8 +90,9 @@ class SequenceGroup:
 class PackedLayout:
     """Where each sequence of a packed row lies, and how it is viewed for attention.
 
-    ``tokens`` N counts the padding rows; ``positions`` [N] restarts at 0 in each sequence; ``starts`` and ``lengths``
-    are per sequence, in the order given; ``scatter`` [N] maps packed tokens to the concatenated padded views.
+    ``tokens`` N counts the padding rows; ``positions`` [N] restarts at 0 in each sequence;
+    ``starts`` and ``lengths`` are per sequence, in the order given; ``scatter`` [N] maps packed
+    tokens to the concatenated padded views.
     """
 
     tokens: int
@@ -151,14 +158,20 @@ class PackedLayout:
 class PackedContext:
     """Causal attention within each sequence of a packed row.
 
-    ``store(layer, key, value)`` sees the keys and values ``[N, K, D]`` of every layer; prefill keeps them.
+    ``store(layer, key, value)`` sees the keys and values ``[N, K, D]`` of every layer; prefill
+    keeps them. ``longest``: see ``AttentionContext``; by default that of ``layout``.
     """
 
     def __init__(
-        self, layout: PackedLayout, store: Callable[[int, Tensor, Tensor], None] | None = None
+        self,
+        layout: PackedLayout,
+        store: Callable[[int, Tensor, Tensor], None] | None = None,
+        *,
+        longest: int | None = None,
     ) -> None:
         self._layout = layout
         self._store = store
+        self.longest = max(layout.lengths) if longest is None else longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self._store is not None:
@@ -189,8 +202,31 @@ class PackedContext:
 
 
 _HARMLESS = frozenset(
-    {"position_ids", "use_cache", "is_causal", "output_attentions", "cache_position"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
 )
+
+
+def _refused(
+    module: torch.nn.Module, longest: int, dropout: float, options: dict[str, Any]
+) -> list[str]:
+    """What a layer asks for that ``attend_core`` does not compute, as ``name=value``."""
+    asked = {k: v for k, v in options.items() if k not in _HARMLESS and v is not None}
+    window = asked.pop("sliding_window", None)
+    if window is not None and window < longest:
+        # A window as long as the sequence hides nothing.
+        asked["sliding_window"] = f"{window} (less than the {longest} tokens in use)"
+    if asked.pop("is_causal", getattr(module, "is_causal", True)) is False:
+        asked["is_causal"] = False
+    if dropout:
+        asked["dropout"] = dropout
+    return [f"{k}={'a tensor' if isinstance(v, Tensor) else v}" for k, v in sorted(asked.items())]
 
 
 def attention_forward(
@@ -211,24 +247,19 @@ def attention_forward(
         ctx: what to attend to, as passed to the model's forward.
 
     Returns: ([1, N, H, D], None).
-    Raises: ModelError for a missing context or a variant of attention this function does not compute.
+    Raises: ModelError for a missing context or a variant of attention that is not computed here.
     """
     layer = getattr(module, "layer_idx", None)
     if ctx is None or layer is None:
         raise ModelError(
-            f"{type(module).__name__} was called without an offbeat attention context; "
-            "call the model through offbeat.model.load.hidden_states"
+            f"{type(module).__name__} was called without an offbeat attention context: either not "
+            "through offbeat.model.load.hidden_states, or its model does not hand keywords down"
         )
-    extra = {k: v for k, v in kwargs.items() if k not in _HARMLESS and v is not None}
-    if dropout:
-        extra["dropout"] = dropout
-    if attention_mask is not None:
-        extra["attention_mask"] = "a tensor"
-    if extra:
-        named = ", ".join(f"{k}={v}" for k, v in sorted(extra.items()))
+    options = {**kwargs, "attention_mask": attention_mask}
+    if refused := _refused(module, ctx.longest, dropout, options):
         raise ModelError(
-            f"layer {layer} ({type(module).__name__}) needs {named}: only standard causal softmax attention "
-            "is supported"
+            f"layer {layer} ({type(module).__name__}) needs {', '.join(refused)}: "
+            "only standard causal softmax attention is supported"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, boundary
 
 
 @contextmanager
@@ -24,12 +24,14 @@ def new_folder(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
     somebody's work.
 
     Raises:
-        ModelError: ``out_dir`` is a file, or a non-empty folder that may not be replaced.
+        ModelError: ``out_dir`` is a file, a non-empty folder that may not be replaced, or cannot be
+            created.
     """
     out_dir = out_dir.expanduser().absolute()
     _check_replaceable(out_dir, overwrite)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+    with boundary(ModelError, f"creating {out_dir}"):
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
         building = aside / "new"
         building.mkdir()

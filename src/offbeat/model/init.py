@@ -50,6 +50,7 @@ def init_model(
     intermediate: int = 176,
     heads: int = 4,
     kv_heads: int = 4,
+    head_dim: int | None = None,
     max_len: int = 256,
     rope_theta: float = 100.0,
     initializer_range: float = 0.02,
@@ -66,7 +67,8 @@ def init_model(
     Args:
         out_dir: folder to create; an existing non-empty one is refused unless ``overwrite``.
         characters: the alphabet, each character once; a small one is explored faster.
-        layers, hidden, intermediate, heads, kv_heads: shape of the Llama model.
+        layers, hidden, intermediate, heads, kv_heads, head_dim: shape of the Llama model; a
+            ``head_dim`` of None is hidden / heads.
         max_len: longest sequence, in tokens.
         rope_theta: base of the rotary frequencies; 100 keeps all of them in use over short
             sequences.
@@ -81,7 +83,7 @@ def init_model(
             replaced.
     """
     shape = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads}
-    _check_shape({**shape, "kv_heads": kv_heads, "max_len": max_len})
+    _check_shape({**shape, "kv_heads": kv_heads, "max_len": max_len}, head_dim)
     vocab = _vocabulary(characters, chat)
     from transformers import LlamaConfig
 
@@ -92,6 +94,7 @@ def init_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=max_len,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=initializer_range,
@@ -108,16 +111,19 @@ def init_model(
     return NewModel(path=Path(out_dir), parameters=parameters, vocab_size=len(vocab))
 
 
-def _check_shape(shape: dict[str, int]) -> None:
+def _check_shape(shape: dict[str, int], head_dim: int | None) -> None:
     for name, value in shape.items():
         if value < 1:
             raise ModelError(f"{name} must be at least 1, got {value}")
     hidden, heads, kv_heads = shape["hidden"], shape["heads"], shape["kv_heads"]
-    if hidden % heads:
-        raise ModelError(f"hidden {hidden} is not divisible by heads {heads}")
     if heads % kv_heads:
         raise ModelError(f"heads {heads} is not divisible by kv_heads {kv_heads}")
-    if (hidden // heads) % 2:
+    if head_dim is not None:
+        if head_dim < 2 or head_dim % 2:
+            raise ModelError(f"head_dim {head_dim} must be even for rotary positions")
+    elif hidden % heads:
+        raise ModelError(f"hidden {hidden} is not divisible by heads {heads}; or give head_dim")
+    elif (hidden // heads) % 2:
         raise ModelError(
             f"hidden {hidden} / heads {heads} = {hidden // heads} must be even for rotary positions"
         )

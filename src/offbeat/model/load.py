@@ -1,11 +1,13 @@
 """Load a Hugging Face decoder and call it on packed rows.
 
-Owns: choosing the attention function, refusing what we would compute wrongly (naming it), and the two halves of
-a forward pass that engine and trainer share: ``hidden_states`` and ``output_head``. Knows no cache, no loss.
+Owns: choosing the attention function, refusing what we would compute wrongly (naming it), and the
+two halves of a forward pass that engine and trainer share: ``hidden_states`` and ``output_head``.
+Knows no cache, no loss.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# While it loads, transformers replaces methods of its classes for the whole process; two at once
+# (inline workers) put back each other's replacement, and later models come out untied.
+_LOADING = threading.Lock()
+
 # Options of a model configuration that change logits in a way the shared head does not compute.
 _UNSUPPORTED = (
     "final_logit_softcapping",
@@ -33,6 +39,9 @@ _UNSUPPORTED = (
     "logit_scale",
     "logits_scaling",
 )
+
+# Rotary frequencies that depend on the longest sequence of the pass: a neighbor would change them.
+_SHARED_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def resolve_device(name: str) -> torch.device:
@@ -50,11 +59,18 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, max_len: int = 0
+) -> PreTrainedModel:
     """A causal language model in ``dtype`` on ``device``, with offbeat's attention.
 
+    Args:
+        max_len: longest sequence it will be used on; a sliding window below it is refused here
+            rather than at the first sequence that is longer.
+
     Raises:
-        ModelError: no model at ``path``, not a decoder-only causal model, or a layer that is not standard softmax attention.
+        ModelError: no model at ``path``, not a decoder-only causal model, or a layer that is not
+            standard softmax attention.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -65,20 +81,20 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
         )
     if not Path(path).exists() and path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: {path} does not exist")
-    with boundary(ModelError, f"loading the model at {path}"):
+    with boundary(ModelError, f"loading the model at {path}"), _LOADING:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION
         )
     model = model.to(device).eval()
     _refuse_unsupported(model.config)
-    _probe(model)
+    _probe(model, max_len)
     return model
 
 
 def hidden_states(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, ctx: AttentionContext
 ) -> Tensor:
-    """Last hidden states ``[N, hidden]`` of a packed row: ``tokens`` and ``positions`` are ``[N]`` int64."""
+    """Last hidden states ``[N, hidden]`` of a packed row; both arguments are ``[N]`` int64."""
     out = model.base_model(
         input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=ctx
     )
@@ -87,7 +103,7 @@ def hidden_states(
 
 
 def output_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, hidden]`` and bias ``[V]`` (or None) of the layer that turns hidden states into logits."""
+    """Weight ``[V, hidden]`` and bias ``[V]`` (or None) that turn hidden states into logits."""
     head = model.get_output_embeddings()
     return head.weight, getattr(head, "bias", None)
 
@@ -97,22 +113,53 @@ def _refuse_unsupported(config: Any) -> None:
         value = getattr(config, name, None)
         if value not in (None, 0, 1, 1.0):
             raise ModelError(f"{config.model_type}: {name}={value} is not supported")
+    for rope_type in sorted(_rope_types(config) & _SHARED_ROPE):
+        raise ModelError(f"{config.model_type}: rope_type={rope_type} is not supported")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of the whole model, or of each of its kinds of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *(v for v in parameters.values() if isinstance(v, dict))]
+    return {str(t["rope_type"]) for t in tables if "rope_type" in t}
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel) -> None:
-    """One short forward pass: every layer must come to our attention function exactly once."""
+def _probe(model: PreTrainedModel, max_len: int) -> None:
+    """Two short forward passes: every layer must come to our attention function exactly once, and
+    the model's own logits must be what ``output_head`` makes of its hidden states.
+    """
     seen: list[int] = []
     device = model.device
     layout = PackedLayout.build([5], device=device, dtype=model.dtype)
-    ctx = PackedContext(layout, lambda layer, _k, _v: seen.append(layer))
+    longest = max(max_len, *layout.lengths)
+    ctx = PackedContext(layout, lambda layer, _k, _v: seen.append(layer), longest=longest)
     tokens = torch.zeros(layout.tokens, dtype=torch.long, device=device)
     with boundary(ModelError, f"a first forward pass through {type(model).__name__}"):
-        hidden_states(model, tokens, layout.positions, ctx)
+        hidden = hidden_states(model, tokens, layout.positions, ctx)
+        _require_plain_head(model, tokens, hidden, layout)
     layers = list(range(model.config.num_hidden_layers))
     if sorted(seen) != layers:
         missing = sorted(set(layers) - set(seen))
         raise ModelError(
             f"{type(model).__name__}: layers {missing} are not standard softmax attention; "
             "only decoder-only models whose every layer is are supported"
+        )
+
+
+def _require_plain_head(
+    model: PreTrainedModel, tokens: Tensor, hidden: Tensor, layout: PackedLayout
+) -> None:
+    out = model(
+        input_ids=tokens[None],
+        position_ids=layout.positions[None],
+        use_cache=False,
+        ctx=PackedContext(layout),
+    )
+    weight, bias = output_head(model)
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if not torch.allclose(out.logits[0].float(), logits, rtol=1e-2, atol=1e-3, equal_nan=True):
+        raise ModelError(
+            f"{type(model).__name__} does more to its logits than its output layer: "
+            "such a model is not supported"
         )

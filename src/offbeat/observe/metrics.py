@@ -43,12 +43,18 @@ class UndeclaredMetric(UserWarning, ValueError):
     """A metric name that is not in `METRICS`; an error under a warnings filter of ``error``."""
 
 
+# Approximations of the proximal log-prob, and what is measured about each.
+_LOGLINEAR = "log-linear proximal log-prob"
+_LINEAR = "proximal log-prob of mixed probabilities"
+_ROLLOUT = "recorded log-prob as the proximal one"
+_ERROR = "distance from the recomputed one, nats"
+_RATIO_ERROR = "error of current over proximal probability"
+
 _MEAN: Mapping[str, str] = {
     "reward/mean": "mean reward of the valid rollouts of the batch",
     "reward/std": "standard deviation of the same rewards",
     "reward/valid_fraction": "rollouts of the batch whose reward could be computed",
     "reward/zero_std_fraction": "groups whose rewards are all equal: they teach nothing",
-    "reward/seconds": "seconds one reward took",
     "eval/reward_mean": "mean reward on the validation set",
     "eval/length_tokens": "mean length of a validation answer",
     "eval/truncated_fraction": "validation answers cut by the length limit",
@@ -57,73 +63,48 @@ _MEAN: Mapping[str, str] = {
     "lag/token_mean": "start version - token version, mean over trained tokens",
     "throughput/tokens_per_second": "generated tokens per second of the step, prompts excluded",
     "throughput/trained_tokens_per_second": "tokens with a loss per second of the step",
-    "throughput/groups_per_second": "groups trained per second of the step",
     "generate/length_tokens": "mean length of an answer of the batch",
     "generate/truncated_fraction": "answers of the batch cut by the length limit",
-    "generate/slots_used_fraction": "generator slots with a running request",
-    "generate/engine_busy_fraction": "share of the step in which the engine ran a forward pass",
-    "train/decode_share_fraction": "share of training time in which a decode forward was running",
     "actor/loss": "loss of the actor, all terms",
-    "actor/policy_loss": "clipped surrogate alone",
-    "actor/kl_loss": "KL to the reference, as it enters the loss",
     "actor/entropy": "entropy over the vocabulary, nats, mean over trained tokens",
     "actor/clip_fraction": "trained tokens whose ratio was clipped",
     "actor/dual_clip_fraction": "trained tokens held by the lower clip of negative advantages",
     "actor/grad_norm": "gradient norm before clipping, mean over minibatches",
     "actor/ratio_mean": "current over proximal probability",
-    "actor/advantage_mean": "mean advantage over trained tokens",
-    "actor/advantage_std": "standard deviation of the advantages over trained tokens",
     "actor/behave_weight_mean": "proximal over behavior probability, before the cap",
     "actor/masked_fraction": "trained tokens whose behavior weight was masked",
-    "actor/capped_fraction": "trained tokens whose behavior weight was truncated at the cap",
     "actor/ess": "effective sample size of the behavior weights, as a fraction of the tokens",
     "actor/kl_k1": "k1 estimate of KL(behavior || proximal), nats",
     "actor/kl_k3": "k3 estimate of KL(behavior || proximal), nats",
-    "actor/ref_kl": "KL to the reference model, nats",
-    "actor/prox_error_mean": "error of the approximated proximal log-prob, nats, mean of absolutes",
-    "actor/logp_error_mean": "recomputed minus recorded log-prob of fresh tokens, mean absolute",
-    "actor/length_tokens": "mean trained tokens of a row",
-    "critic/loss": "value loss",
-    "critic/grad_norm": "gradient norm of the critic before clipping",
-    "critic/value_mean": "mean value over trained tokens",
-    "critic/clip_fraction": "values held by the value clip",
-    "critic/explained_variance": "1 - Var(return - value) / Var(return)",
+    "actor/prox_error_loglinear_mean": f"{_LOGLINEAR}: {_ERROR}, mean",
+    "actor/prox_error_linear_mean": f"{_LINEAR}: {_ERROR}, mean",
+    "actor/prox_error_rollout_mean": f"{_ROLLOUT}: {_ERROR}, mean",
+    "actor/prox_ratio_error_loglinear_mean": f"{_LOGLINEAR}: {_RATIO_ERROR}, mean",
+    "actor/prox_ratio_error_linear_mean": f"{_LINEAR}: {_RATIO_ERROR}, mean",
+    "actor/prox_ratio_error_rollout_mean": f"{_ROLLOUT}: {_RATIO_ERROR}, mean",
 }
 _SUM: Mapping[str, str] = {
     "reward/invalid_count": "rollouts whose reward could not be computed",
-    "reward/timeout_count": "rewards killed at their deadline",
     "eval/samples_count": "validation answers scored",
     "eval/seconds": "seconds spent evaluating",
     "wait/data_seconds": "seconds the trainer waited for groups",
     "wait/eval_seconds": "seconds a commit waited for a running evaluation",
     "wait/save_seconds": "seconds training waited for a save",
     "generate/pause_seconds": "seconds generation stood still for a commit",
-    "generate/prefill_tokens": "prompt tokens processed",
-    "generate/decode_tokens": "tokens generated",
     "generate/two_versions_count": "completions whose tokens have more than one version",
-    "generate/restart_count": "generators replaced after they died",
     "train/update_seconds": "seconds the trainer was busy with the update",
     "train/publish_seconds": "seconds to lay the new weights out for the generators",
-    "train/forward_seconds": "seconds of log-prob passes inside the update",
-    "train/backward_seconds": "seconds of forward-backward passes inside the update",
-    "train/optimizer_seconds": "seconds of optimizer steps inside the update",
     "weights/stage_seconds": "seconds to stage the new version at the generators",
     "weights/commit_seconds": "seconds from the commit request to the last acknowledgment",
     "weights/bytes": "bytes of the published weights",
     "actor/tokens_count": "tokens with a loss",
     "actor/rows_count": "rows of the batch",
     "actor/minibatches_count": "optimizer steps of the update",
-    "actor/microbatches_count": "forward-backward passes of the update",
     "actor/nonfinite_count": "tokens dropped because their recorded log-prob was not finite",
     "groups/admitted_count": "groups admitted during the step",
     "groups/trained_count": "groups trained by the step",
     "groups/dropped_count": "groups dropped during the step, all reasons",
-    "tokens/prefill_count": "prompt tokens processed during the step",
     "tokens/generated_count": "tokens of the groups that ended during the step",
-    "tokens/trained_count": "of these, tokens with a loss",
-    "tokens/wasted_count": "of these, tokens without",
-    "checkpoint/copy_seconds": "seconds training stood still to copy what is saved",
-    "checkpoint/write_seconds": "seconds the save took in all",
 }
 _MAX: Mapping[str, str] = {
     "reward/max": "best reward of the batch",
@@ -132,10 +113,10 @@ _MAX: Mapping[str, str] = {
     "generate/length_max_tokens": "longest answer of the batch",
     "actor/ratio_max": "largest current over proximal probability",
     "actor/behave_weight_max": "largest proximal over behavior probability",
-    "actor/prox_error_max": "largest error of the approximated proximal log-prob, nats",
-    "actor/logp_error_max": "largest recomputed minus recorded log-prob of fresh tokens, nats",
-    "actor/grad_norm_max": "largest gradient norm before clipping",
-    "process/peak_rss_bytes": "sum over processes of each one's peak resident memory",
+    "actor/prox_error_loglinear_max": f"{_LOGLINEAR}: {_ERROR}, largest",
+    "actor/prox_error_linear_max": f"{_LINEAR}: {_ERROR}, largest",
+    "actor/prox_error_rollout_max": f"{_ROLLOUT}: {_ERROR}, largest",
+    "actor/logp_error_max": "largest distance of recomputed from recorded log-prob, fresh tokens",
 }
 _MIN: Mapping[str, str] = {
     "reward/min": "worst reward of the batch",
@@ -144,21 +125,17 @@ _MIN: Mapping[str, str] = {
 }
 _LAST: Mapping[str, str] = {
     "eval/version": "policy version that was evaluated",
-    "lag/budget": "tickets that may be open, as adaptive lookahead set it",
-    "generate/running_count": "requests running in the generators",
-    "generate/waiting_count": "requests waiting for a slot",
-    "groups/open_count": "admitted groups without a fate",
     "actor/lr": "learning rate of the last optimizer step",
-    "critic/lr": "learning rate of the critic's last optimizer step",
     "data/epoch": "epoch of the newest admitted prompt",
 }
 
 DROPPED_PREFIX = "groups/dropped_"
 """``groups/dropped_<reason>_count`` for every `DropReason`."""
 
-PART_PREFIXES = ("reward_part/", "eval_part/")
-"""``reward_part/<name>``, ``eval_part/<name>``: the mean of one named part of the reward in training and evaluation; the
-names are the user's."""
+REWARD_PART_PREFIX = "reward_part/"
+EVAL_PART_PREFIX = "eval_part/"
+"""``reward_part/<name>``, ``eval_part/<name>``: the mean of one named part of the reward in
+training and evaluation; the names are the user's."""
 
 
 def dropped_name(reason: DropReason) -> str:
@@ -195,7 +172,9 @@ def declared(name: str) -> Metric:
     known = METRICS.get(name)
     if known is not None:
         return known
-    if any(name.startswith(p) and len(name) > len(p) for p in PART_PREFIXES):
+    if any(
+        name.startswith(p) and len(name) > len(p) for p in (REWARD_PART_PREFIX, EVAL_PART_PREFIX)
+    ):
         return Metric(name=name, reduction=Reduction.MEAN, meaning="one part of the reward")
     nearest = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
     raise UndeclaredMetric(

@@ -166,7 +166,8 @@ def _summary_lines(s: Summary) -> list[str]:
         f"seconds   {s.seconds.total:.1f} total, {s.seconds.training:.1f} training, "
         f"{s.seconds.waiting:.1f} waiting",
         f"reward    first {_num(s.reward.first)}, last {_num(s.reward.last)}",
-        f"eval      first {_num(s.eval.first)}, last {_num(s.eval.last)}, best {_num(s.eval.best)}",
+        f"eval      first {_num(s.eval.first)}, last {_num(s.eval.last)}, best {_num(s.eval.best)}"
+        + "".join(f", last {name} {value:.3f}" for name, value in s.eval.parts.items()),
         f"lag       group mean {_num(s.lag.group_mean)}, group max {_num(s.lag.group_max, '.0f')}, "
         f"token mean {_num(s.lag.token_mean)}",
         f"groups    {s.groups.admitted} admitted = {s.groups.trained} trained + "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import msgspec
 from offbeat.errors import DataError
 from offbeat.observe.files import replacing
 from offbeat.observe.ledger import LedgerTotals, TokenTotals
-from offbeat.observe.metrics import StepRecord
+from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord
 from offbeat.observe.spans import BusyTotals
 from offbeat.types import GeneratorStats
 
@@ -46,11 +46,14 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalCurve:
-    """Mean validation rewards; None when the run never evaluated."""
+    """Mean validation rewards; None when the run never evaluated. ``parts`` are the means of the
+    reward's named parts in the last evaluation.
+    """
 
     first: float | None
     last: float | None
     best: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,7 @@ class RunTotals:
         self._seconds = {"wait/data_seconds": 0.0, "train/update_seconds": 0.0}
         self._rewards: list[float] = []
         self._evals: list[float] = []
+        self._eval_parts: dict[str, float] = {}
         self._group_lag = _WeightedMean()
         self._token_lag = _WeightedMean()
         self._group_lag_max: int | None = None
@@ -190,6 +194,11 @@ class RunTotals:
             self._rewards.append(found["reward/mean"])
         if "eval/reward_mean" in found:
             self.add_eval(found["eval/reward_mean"])
+            self._eval_parts = {
+                name.removeprefix(EVAL_PART_PREFIX): value
+                for name, value in found.items()
+                if name.startswith(EVAL_PART_PREFIX)
+            }
         if "lag/group_mean" in found:
             self._group_lag.add(found["lag/group_mean"], found.get("groups/trained_count", 1.0))
         if "lag/token_mean" in found:
@@ -252,6 +261,7 @@ class RunTotals:
                 first=_first(self._evals),
                 last=_first(reversed(self._evals)),
                 best=max(self._evals, default=None),
+                parts=self._eval_parts,
             ),
             reward=RewardCurve(first=_first(self._rewards), last=_first(reversed(self._rewards))),
             lag=Lag(

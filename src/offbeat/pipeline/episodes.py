@@ -1,11 +1,14 @@
 """One group's episode: the engine a workflow sees, and the outcome of running it.
 
-Consumes a ``Prompt``; produces a ``RolloutGroup`` or a reason to drop it. Waits for generator and rewards, both with deadlines of their own.
+Consumes a ``Prompt``; produces a ``RolloutGroup`` or a reason to drop it. Waits for generator and
+rewards, both with deadlines of their own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +16,7 @@ import numpy as np
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import PromptTooLong, RolloutError, boundary
 from offbeat.protocols import Generator, Workflow
+from offbeat.rollout.samples import to_samples
 from offbeat.seeds import derive
 from offbeat.types import (
     Completion,
@@ -27,6 +31,10 @@ from offbeat.types import (
     SamplingParams,
 )
 
+_REWARD_LISTENER: ContextVar[Callable[[float, float], None] | None] = ContextVar(
+    "reward_listener", default=None
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
@@ -39,7 +47,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How answers are drawn: ``stream`` names the family of random streams (``rollout`` or ``eval``)."""
+    """How answers are drawn: ``stream`` names the family of random streams, rollout or eval."""
 
     stream: str
     seed: int
@@ -51,9 +59,12 @@ class GroupEngine:
     """``EpisodeEngine`` bound to one prompt.
 
     Args:
-        key: distinguishes the prompt within the plan's stream (group id, or row of the validation set).
+        key: distinguishes the prompt within the plan's stream (group id, or row of the validation
+            set).
         tag: put in front of request ids; unique among requests that run at the same time.
-        on_start, on_end: called around every request.
+        on_start: called before every request.
+        on_end: called after every request, however it ended, with its start and end
+            (CLOCK_MONOTONIC seconds).
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class GroupEngine:
         key: int,
         tag: str,
         on_start: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[float, float], None] = lambda start, end: None,
     ) -> None:
         self._generator = generator
         self._codec = codec
@@ -80,10 +91,12 @@ class GroupEngine:
 
     @property
     def n_samples(self) -> int:
+        """See ``EpisodeEngine``."""
         return self._plan.n_samples
 
     @property
     def params(self) -> SamplingParams:
+        """See ``EpisodeEngine``."""
         return self._plan.params
 
     async def agenerate(
@@ -94,6 +107,7 @@ class GroupEngine:
         turn: int = 0,
         params: SamplingParams | None = None,
     ) -> Completion:
+        """See ``EpisodeEngine``."""
         request = GenerateRequest(
             request_id=f"{self._tag}-{self._key}-{sibling}-{turn}",
             group_id=self._group_id,
@@ -103,58 +117,110 @@ class GroupEngine:
             params=params or self._plan.params,
             seed=derive(self._plan.seed, self._plan.stream, self._key, sibling, turn),
         )
+        started = time.monotonic()
         self._on_start()
         try:
             completion = await self._generator.generate(request)
             self.generated_tokens += len(completion.token_ids)
             return completion
         finally:
-            self._on_end()
+            self._on_end(started, time.monotonic())
 
     def encode(self, text: str) -> list[int]:
+        """See ``EpisodeEngine``."""
         return self._codec.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``EpisodeEngine``."""
         return self._codec.decode(token_ids)
 
 
+def reward_called(start: float, end: float) -> None:
+    """Pass the times of a reward call on to the episode that made it, if it listens.
+
+    The reward function is made before any episode and shared by all: the context tells them apart.
+    """
+    listener = _REWARD_LISTENER.get()
+    if listener is not None:
+        listener(start, end)
+
+
 async def run_episode(
-    workflow: Workflow, engine: GroupEngine, prompt: Prompt, admission_version: PolicyVersion
+    workflow: Workflow,
+    engine: GroupEngine,
+    prompt: Prompt,
+    admission_version: PolicyVersion,
+    *,
+    on_reward: Callable[[float, float], None] | None = None,
 ) -> RolloutGroup | Dropped:
     """Run the workflow on one prompt; a failure of this group alone becomes ``Dropped``.
 
-    Raises whatever ends the run: a dead worker, a configuration or programming error of offbeat itself.
+    ``on_reward`` gets start and end of each reward call. Raises whatever ends the run: a dead
+    worker, a configuration or programming error of offbeat itself.
     """
+    listening = _REWARD_LISTENER.set(on_reward)
     try:
-        with boundary(RolloutError, f"workflow, group {prompt.group_id} (row {prompt.row})"):
-            rollouts = tuple(await workflow.arun_episode(engine, prompt))
-            _check(rollouts, engine.n_samples)
+        rollouts = await run_workflow(workflow, engine, prompt, _place(prompt))
+        group = RolloutGroup(prompt=prompt, rollouts=rollouts, admission_version=admission_version)
+        # Rows that cannot be made cost one group here; at the trainer's door they end the run.
+        to_samples(group)
     except PromptTooLong as exc:
         return Dropped(reason=DropReason.TOO_LONG, detail=str(exc), error=exc)
     except RolloutError as exc:
         return Dropped(reason=DropReason.FAILED, detail=str(exc), error=exc)
-    group = RolloutGroup(prompt=prompt, rollouts=rollouts, admission_version=admission_version)
-    if len(group.valid) < min(2, engine.n_samples):
-        reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
-        detail = f"{len(reasons)} of {len(rollouts)} rewards are invalid; the first: {reasons[0]}"
-        error = RolloutError(f"group {prompt.group_id} (row {prompt.row}): {detail}")
-        return Dropped(reason=DropReason.INVALID_REWARD, detail=detail, error=error)
-    return group
+    finally:
+        _REWARD_LISTENER.reset(listening)
+    return _with_enough_rewards(group)
 
 
-def _check(rollouts: Sequence[Rollout], expected: int) -> None:
-    siblings = [r.sibling for r in rollouts]
-    if sorted(siblings) != list(range(expected)):
-        raise RolloutError(
-            f"the workflow returned siblings {siblings}; expected each of 0..{expected - 1} once"
-        )
+async def run_workflow(
+    workflow: Workflow, engine: GroupEngine, prompt: Prompt, where: str
+) -> tuple[Rollout, ...]:
+    """The siblings that ``workflow`` makes of one prompt; ``where`` names it in errors.
+
+    Raises:
+        RolloutError: it raised an error of its own, or did not return each sibling once.
+    """
+    with boundary(RolloutError, f"workflow, {where}"):
+        rollouts = tuple(await workflow.arun_episode(engine, prompt))
+        siblings = [r.sibling for r in rollouts]
+        if sorted(siblings) != list(range(engine.n_samples)):
+            raise RolloutError(
+                f"workflow, {where}: it returned siblings {siblings}; expected each of "
+                f"0..{engine.n_samples - 1} once"
+            )
+    return rollouts
+
+
+def _with_enough_rewards(group: RolloutGroup) -> RolloutGroup | Dropped:
+    """A baseline needs two rewards, or one where there is only one sibling."""
+    if len(group.valid) >= min(2, len(group.rollouts)):
+        return group
+    error = _invalid_rewards(group)
+    return Dropped(reason=DropReason.INVALID_REWARD, detail=str(error), error=error)
+
+
+def _invalid_rewards(group: RolloutGroup) -> RolloutError | None:
+    """The group's invalid rewards as one error; None when all are valid."""
+    reasons = [r.reward.reason for r in group.rollouts if isinstance(r.reward, Invalid)]
+    if not reasons:
+        return None
+    return RolloutError(
+        f"{_place(group.prompt)}: {len(reasons)} of {len(group.rollouts)} rewards are invalid; the "
+        f"first: {reasons[0]}"
+    )
+
+
+def _place(prompt: Prompt) -> str:
+    return f"group {prompt.group_id} (row {prompt.row + 1})"
 
 
 class FailureBudget:
     """Ends a run whose groups keep failing; a plain counter, no clocks.
 
     Args:
-        max_rate: share of failures among ended groups above which the run stops, judged from ``PATIENCE`` groups on.
+        max_rate: share of failures among ended groups above which the run stops, judged from
+            ``PATIENCE`` groups on. A single invalid reward is that share of its group.
         max_consecutive: failed groups in a row after which the run stops.
         rows: rows of the data set; that many too-long prompts in a row mean that none fits.
     """
@@ -177,36 +243,40 @@ class FailureBudget:
         Raises:
             RolloutError: the budget is spent; the message has the first real error of the run.
         """
-        if isinstance(outcome, RolloutGroup):
-            self._ended += 1
-            self._failed += 1 - len(outcome.valid) / len(outcome.rollouts)
-            self._in_a_row = self._too_long = 0
-        elif outcome.reason is DropReason.TOO_LONG:
+        if isinstance(outcome, Dropped) and outcome.reason is DropReason.TOO_LONG:
             self._too_long += 1
         else:
-            self._ended += 1
+            self._too_long = 0
+            self._count(outcome)
+        self._judge()
+
+    def _count(self, outcome: RolloutGroup | Dropped) -> None:
+        self._ended += 1
+        if isinstance(outcome, Dropped):
             self._failed += 1
             self._in_a_row += 1
             self._first = self._first or outcome.error
+        else:
+            self._failed += 1 - len(outcome.valid) / len(outcome.rollouts)
+            self._in_a_row = 0
+            self._first = self._first or _invalid_rewards(outcome)
+
+    def _judge(self) -> None:
         if self._too_long >= self._rows:
             raise RolloutError(
-                f"all of the last {self._too_long} prompts were too long, and the data set has {self._rows} rows; "
-                "raise train_dataset.max_prompt_len or model.max_model_len, or lower gconfig.max_new_tokens"
+                f"all of the last {self._too_long} prompts were too long, and the data set has "
+                f"{self._rows} rows; raise train_dataset.max_prompt_len or model.max_model_len, or "
+                "lower gconfig.max_new_tokens"
             )
         if self._in_a_row >= self._max_consecutive:
             self._stop(
                 f"{self._in_a_row} groups in a row failed (rollout.max_consecutive_failures)"
             )
         if self._ended >= self.PATIENCE and self._failed / self._ended > self._max_rate:
-            share = self._failed / self._ended
             self._stop(
-                f"{share:.0%} of {self._ended} groups failed (rollout.max_failure_rate {self._max_rate})"
+                f"{self._failed / self._ended:.0%} of {self._ended} groups failed "
+                f"(rollout.max_failure_rate {self._max_rate})"
             )
 
     def _stop(self, why: str) -> None:
-        first = (
-            f"the first error was: {self._first}"
-            if self._first
-            else "rewards of single rollouts were invalid"
-        )
-        raise RolloutError(f"{why}; {first}") from self._first
+        raise RolloutError(f"{why}; the first error was: {self._first}") from self._first

@@ -1,13 +1,17 @@
 """The loop: one path for synchronous and asynchronous training.
 
-Consumes the prompt stream; produces policy versions. Three kinds of tasks share one event loop and one ``TaskGroup``::
+Consumes the prompt stream; produces policy versions. Three kinds of tasks share one event loop and
+one ``TaskGroup``::
 
-    admission   waits for a ticket and a free slot      unblocked by a publication, a drop, a finished request
-    episodes    wait for generator and rewards          unblocked by their replies or deadlines
-    training    waits for the g oldest groups           unblocked by the last of them; gives up after ``stall_seconds`` of silence
+    admission   waits for a ticket and a free slot     unblocked by a publication, a drop, a
+                                                       finished request
+    episodes    wait for generator and rewards         unblocked by their replies or deadlines
+    training    waits for the g oldest groups          unblocked by the last of them; gives up after
+                                                       ``stall_seconds`` of silence
 
-Training is the finite clock: when it has taken its last step nothing is in flight, and the others end with it. With ``max_staleness`` 0 the
-tickets of a batch are the only ones open, so generation and training take turns: that is synchronous training.
+Training is the finite clock: when it has taken its last step nothing is in flight, and the others
+end with it. With ``max_staleness`` 0 the tickets of a batch are the only ones open, so generation
+and training take turns: that is synchronous training.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.checkpoint.saver import Saver, SaveSchedule
 from offbeat.data.stream import PromptStream
@@ -58,8 +63,8 @@ CONTROLLER = "controller"
 class LoopPlan:
     """What one run of the loop is told; every number is resolved.
 
-    ``steps`` batches of ``groups_per_step`` groups, ``total_groups`` in all (the last batch may be short). ``capacity`` is the
-    number of requests the generators run at the same time.
+    ``steps`` batches of ``groups_per_step`` groups, ``total_groups`` in all (the last batch may be
+    short). ``capacity`` is the number of requests the generators run at the same time.
     """
 
     steps: int
@@ -98,7 +103,8 @@ class Loop:
 
     Args:
         replicas: every generator by name, for statistics; ``generator`` routes to them.
-        evaluator: None without a validation set. saver: None when nothing is ever saved.
+        evaluator: None without a validation set.
+        saver: None when nothing is ever saved.
     """
 
     def __init__(
@@ -139,8 +145,10 @@ class Loop:
             rows=len(stream),
         )
         self._changed = Signal()
+        # The groups that the ledger holds as open, and since when (CLOCK_MONOTONIC seconds).
         self._admitted_at: dict[GroupId, float] = {}
         self._evaluation: _Evaluation | None = None
+        self._tokens_written = 0
 
     async def run(self) -> None:
         """Train all steps. Raises the first error that ends the run; no task outlives this call."""
@@ -157,7 +165,7 @@ class Loop:
         except BaseExceptionGroup as errors:
             raise true_cause(errors) from errors
         finally:
-            for group_id in self._manager.open_groups:
+            for group_id in self._admitted_at:
                 self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", 0)
         await self._poll_engines()
 
@@ -170,13 +178,9 @@ class Loop:
             await self._changed.wait_for(lambda: self._manager.may_admit() and self._gauge.fits(n))
             ticket = self._manager.admit()
             group_id = ticket.group_id
+            epoch, row = self._stream.epoch_of(group_id), self._stream.row_of(group_id)
+            self._recorder.admitted(group_id, epoch, row, ticket.admission_version)
             self._admitted_at[group_id] = time.monotonic()
-            self._recorder.admitted(
-                group_id,
-                self._stream.epoch_of(group_id),
-                self._stream.row_of(group_id),
-                ticket.admission_version,
-            )
             try:
                 prompt = self._stream.prompt_at(group_id)
             except PromptTooLong as exc:
@@ -188,7 +192,13 @@ class Loop:
     async def _episode(self, ticket: Ticket, prompt: Prompt) -> None:
         """One group, from its prompt to delivery or drop."""
         group_id = ticket.group_id
-        started = time.monotonic()
+        record = partial(self._recorder.span, worker=CONTROLLER, group_id=group_id)
+
+        def request_ended(start: float, end: float) -> None:
+            self._gauge.end()
+            self._changed.notify()
+            record(SpanName.GENERATE, start, end)
+
         engine = GroupEngine(
             self._generator,
             self._codec,
@@ -197,25 +207,24 @@ class Loop:
             key=group_id,
             tag="train",
             on_start=lambda: self._gauge.start(group_id),
-            on_end=self._request_ended,
+            on_end=request_ended,
         )
         try:
-            outcome = await run_episode(self._workflow, engine, prompt, ticket.admission_version)
+            outcome = await run_episode(
+                self._workflow,
+                engine,
+                prompt,
+                ticket.admission_version,
+                on_reward=partial(record, SpanName.REWARD),
+            )
         finally:
             self._gauge.release(group_id)
-        self._recorder.span(
-            SpanName.GENERATE, started, time.monotonic(), CONTROLLER, group_id=group_id
-        )
         if isinstance(outcome, Dropped):
             self._drop(group_id, outcome, engine.generated_tokens)
         else:
             self._manager.deliver(group_id, outcome)
             self._budget.record(outcome)
             self._changed.notify()
-
-    def _request_ended(self) -> None:
-        self._gauge.end()
-        self._changed.notify()
 
     def _drop(self, group_id: GroupId, outcome: Dropped, generated_tokens: int) -> None:
         self._manager.drop(group_id)
@@ -249,26 +258,36 @@ class Loop:
         await self._finish(record, groups, tasks)
 
     async def _next_batch(self, step: int) -> list[RolloutGroup]:
-        """The oldest groups, once they are complete. Raises StallError after ``stall_seconds`` in which nothing happened."""
+        """The oldest groups, once they are complete.
+
+        Raises:
+            StallError: nothing happened for ``stall_seconds``: no request ended and no generator
+                wrote a token.
+        """
         started = time.monotonic()
         while not self._manager.batch_ready():
             try:
                 async with asyncio.timeout(self._plan.stall_seconds):
                     await self._changed.changed()
             except TimeoutError:
-                raise StallError(self._stall_report(step)) from None
+                before = self._tokens_written
+                await self._poll_engines()
+                if self._tokens_written == before:
+                    raise StallError(self._stall_report(step)) from None
         self._recorder.span(SpanName.WAIT, started, time.monotonic(), CONTROLLER, step=step)
         return self._manager.take()
 
     def _stall_report(self, step: int) -> str:
-        now = time.monotonic()
-        waiting = [
-            f"group {g} (row {self._stream.row_of(g) + 1}, admitted {now - self._admitted_at[g]:.0f} s ago)"
-            for g in self._manager.pending[:8]
+        now, pending = time.monotonic(), self._manager.pending
+        oldest = [
+            f"group {g} (row {self._stream.row_of(g) + 1}, admitted "
+            f"{now - self._admitted_at[g]:.0f} s ago)"
+            for g in pending[:8]
         ]
         return (
-            f"step {step} has waited {self._plan.stall_seconds:.0f} s (rollout.stall_seconds) in which no request and no "
-            f"group ended; waiting for {len(self._manager.pending)} groups: {', '.join(waiting)}"
+            f"step {step} has waited {self._plan.stall_seconds:g} s (rollout.stall_seconds) in "
+            f"which no token was written and no group ended; waiting for {len(pending)} groups: "
+            f"{', '.join(oldest)}"
         )
 
     async def _update(
@@ -294,14 +313,15 @@ class Loop:
                 oldest, newest = group.admission_version, self._manager.live
                 if len(versions) and not (oldest <= versions.min() <= versions.max() <= newest):
                     raise WeightSyncError(
-                        f"group {group.prompt.group_id} has tokens of versions {versions.min()} to {versions.max()}, "
-                        f"but was admitted at version {oldest} and the live version is {newest}"
+                        f"group {group.prompt.group_id} has tokens of versions {versions.min()} to "
+                        f"{versions.max()}, but was admitted at version {oldest} and the live "
+                        f"version is {newest}"
                     )
 
     async def _publish(
         self, groups: Sequence[RolloutGroup], step: int
     ) -> tuple[WeightUpdate, dict[str, float]]:
-        """Bring the trainer's weights to every generator; the step's tickets end when they are live."""
+        """Bring the trainer's weights to every generator; the tickets end when they are live."""
         begin = time.monotonic()
         update = await self._trainer.publish()
         published = time.monotonic()
@@ -396,6 +416,11 @@ class Loop:
         await self._recorder.write(merged, evaluation.groups)
 
     async def _poll_engines(self) -> None:
+        """Collect every generator's spans and counters since the last poll."""
+        written = 0
         for name, replica in self._replicas.items():
-            self._recorder.engine(name, await replica.stats())
+            stats = await replica.stats()
+            self._recorder.engine(name, stats)
+            written += stats.decode_tokens + stats.prefill_tokens
+        self._tokens_written = written
         self._recorder.totals.settle(time.monotonic())

@@ -1,7 +1,7 @@
 """Everything of a run that can be made and checked before a worker starts.
 
-Consumes the configuration; produces ``Inputs``: tokenizer, prompt streams, workflow, reward, and the resolved numbers. Loads no torch, starts no
-process, writes nothing.
+Consumes the configuration; produces ``Inputs``: tokenizer, prompt streams, workflow, reward, and
+the resolved numbers. Loads no torch, starts no process, writes nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from offbeat.data.columns import ColumnMap
 from offbeat.data.dataset import load_rows
 from offbeat.data.stream import PromptOptions, PromptStream
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import ConfigError, ModelError, PromptTooLong, RewardError, boundary
-from offbeat.pipeline.episodes import SamplingPlan
+from offbeat.errors import ConfigError, DataError, ModelError, PromptTooLong, RewardError, boundary
+from offbeat.pipeline.episodes import SamplingPlan, reward_called
 from offbeat.protocols import Workflow
 from offbeat.rollout.reward import AsyncRewardWrapper
-from offbeat.types import GroupId, Prompt, Reward, SamplingParams, Scored
+from offbeat.types import Prompt, Reward, SamplingParams, Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a run is made of, before any process exists.
 
-    ``max_len`` is the most tokens of prompt plus answer; ``total_groups`` over ``steps`` batches, the last of which may be short.
+    ``max_len`` is the most tokens of prompt plus answer; ``total_groups`` over ``steps`` batches,
+    the last of which may be short.
     """
 
     codec: TextCodec
@@ -51,12 +52,14 @@ def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
     """
     if not Path(cfg.model.path).is_dir():
         raise ModelError(
-            f"model.path: there is no folder {cfg.model.path}; make a tiny model with `offbeat model init "
-            f"{cfg.model.path}`, import one with `offbeat model import FILE.gguf {cfg.model.path}`, or name another"
+            f"model.path: there is no folder {cfg.model.path}; make a tiny model with `offbeat "
+            f"model init {cfg.model.path}`, import one with `offbeat model import FILE.gguf "
+            f"{cfg.model.path}`, or name another"
         )
     codec = TextCodec.open(cfg.model.path)
     max_len = _max_len(cfg, codec)
     stream = open_stream(cfg, cfg.train_dataset, cfg.gconfig, codec, max_len, "train_dataset")
+    first_prompt(stream)
     validation = None
     if cfg.valid_dataset is not None:
         validation = open_stream(
@@ -68,6 +71,7 @@ def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
         workers=cfg.rollout.reward_workers,
         search_dir=cfg.plugin_dir,
         log_path=reward_log,
+        on_call=reward_called,
     )
     steps, total_groups = _length(cfg, len(stream))
     return Inputs(
@@ -136,7 +140,9 @@ def open_workflow(cfg: RunConfig, reward: AsyncRewardWrapper) -> Workflow:
 
 
 async def try_reward(inputs: Inputs) -> tuple[Prompt, Reward]:
-    """Score an empty answer to the first prompt that fits: does the reward function load, and does it return a number?
+    """Score an empty answer to the first prompt that fits.
+
+    Does the reward function load, and does it return a number?
 
     Raises:
         RewardError: it does not; the message has the function's own error.
@@ -147,32 +153,38 @@ async def try_reward(inputs: Inputs) -> tuple[Prompt, Reward]:
         if not isinstance(outcome, Scored):
             trace = reward.first_error.traceback if reward.first_error is not None else ""
             raise RewardError(
-                f"rollout.reward_fn on an empty answer to row {prompt.row + 1}: {outcome.reason}\n{trace}".rstrip()
+                f"rollout.reward_fn on an empty answer to row {prompt.row + 1}: {outcome.reason}\n"
+                f"{trace}".rstrip()
             )
     return prompt, outcome
 
 
 def first_prompt(stream: PromptStream) -> Prompt:
-    """The first prompt of the stream that fits the context. Raises PromptTooLong when none of the first epoch does."""
+    """Row 1, or the first row that fits the context. Raises DataError when none does."""
     error: PromptTooLong | None = None
-    for group_id in range(len(stream)):
+    for row in range(len(stream)):
         try:
-            return stream.prompt_at(GroupId(group_id))
+            return stream.evaluation_prompt(row)
         except PromptTooLong as exc:
             error = error or exc
-    raise PromptTooLong(f"no prompt of the data set fits; the first: {error}")
+    raise DataError(
+        f"train_dataset: no prompt fits; the first: {error}. Raise train_dataset.max_prompt_len or "
+        "model.max_model_len, or lower gconfig.max_new_tokens"
+    )
 
 
 def _max_len(cfg: RunConfig, codec: TextCodec) -> int:
     own, wanted = codec.context_length, cfg.model.max_model_len
     if wanted is not None and own is not None and wanted > own:
         raise ConfigError(
-            f"model.max_model_len: {wanted} is more than the {own} tokens that {cfg.model.path} was made for"
+            f"model.max_model_len: {wanted} is more than the {own} tokens that {cfg.model.path} "
+            "was made for"
         )
     limit = wanted if wanted is not None else own
     if limit is None:
         raise ConfigError(
-            f"model.max_model_len: {cfg.model.path}/config.json does not say how long a context is; set it"
+            f"model.max_model_len: {cfg.model.path}/config.json does not say how long a context "
+            "is; set it"
         )
     return limit
 

@@ -1,8 +1,9 @@
 """What a run leaves behind: ledger, metrics, spans, rollouts and the running totals.
 
-Owns the order in which a step is written and the one disk thread that does it. The ledger is written at once, on the loop: it is the
-account of groups, and a failure there ends the run. Everything else is written behind, one step at a time, and a failure
-is reported once and never stops training.
+Owns the order in which a step is written and the one disk thread that does it. The ledger is
+written at once, on the loop: it is the account of groups, and a failure there ends the run.
+Everything else is written behind, one step at a time, and a failure is reported once and never
+stops training.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Recorder:
     """Writes one run. Use as an async context manager.
 
     Args:
-        run_dir: the run's folder. sinks: where step metrics go. ledger: ``run.db``, open.
+        run_dir: the run's folder.
+        sinks: where step metrics go; closed at the end.
+        ledger: ``run.db``, open; closed by whoever opened it.
     """
 
     def __init__(self, run_dir: Path, sinks: SinkSet, ledger: Ledger) -> None:
@@ -105,7 +108,10 @@ class Recorder:
     def step_metrics(
         self, groups: Sequence[RolloutGroup], report: StepReport, live: PolicyVersion
     ) -> dict[str, float]:
-        """Metrics of a step from its groups and the trainer's report; counts since the last call are taken."""
+        """Metrics of a step from its groups and the trainer's report, under their names.
+
+        Counts of admitted and dropped groups are those since the last call.
+        """
         dropped, self._dropped = self._dropped, {}
         admitted, self._admitted = self._admitted, 0
         return {
@@ -157,9 +163,10 @@ class Recorder:
         try:
             await self.flush()
         finally:
+            # The disk thread first: after a cancellation it may still be writing to both.
+            self._disk.shutdown()
             self._spans.flush()
             self._sinks.close()
-            self._disk.shutdown()
 
 
 def _tokens_of(group: RolloutGroup) -> TrainedGroup:

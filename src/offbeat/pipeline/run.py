@@ -1,6 +1,7 @@
 """One run from a configuration: ``PPOTrainer.from_config(cfg).run()``.
 
-Owns the order in which everything starts and ends, the run directory and the run's status. What happens in between is ``loop.py``.
+Owns the order in which everything starts and ends, the run directory and the run's status. What
+happens in between is ``loop.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from offbeat.checkpoint.saver import SaveMode, Saver, SaveSchedule
@@ -22,6 +23,7 @@ from offbeat.errors import (
     CheckpointError,
     ConfigError,
     OffbeatError,
+    RewardError,
     WorkerError,
     boundary,
     true_cause,
@@ -49,12 +51,17 @@ log = logging.getLogger(__name__)
 UPDATE_TIMEOUT_SECONDS = 3600.0
 """Longest time one update may take before the trainer counts as hung."""
 
+SMALL_MODEL_BYTES = 50_000_000
+"""Below this size of the weights a matrix product is too small to share: a second thread costs more
+than it gives, and many times as much when another process wants the core.
+"""
+
 DEATH_NOTICE_SECONDS = 0.5
 """After a failed call, how long to look for the worker whose death caused it."""
 
 
 class PPOTrainer:
-    """A training run. Create with ``from_config``; ``run`` blocks, ``arun`` is for a running event loop.
+    """A training run. Create with ``from_config``; ``run`` blocks, ``arun`` is for an event loop.
 
     Example:
         >>> cfg = offbeat.load("recipes/reverse.yaml", ["total_train_steps=3"])
@@ -69,25 +76,21 @@ class PPOTrainer:
 
     @classmethod
     def from_config(cls, cfg: RunConfig | Mapping[str, object]) -> PPOTrainer:
-        """Check ``cfg`` and everything it names (model folder, data, workflow); nothing is started or written yet.
+        """Check ``cfg`` and what it names: model folder, data, workflow.
+
+        Nothing is started or written yet.
 
         Raises:
             ConfigError, DataError, ModelError: what cannot be used, and the way out.
         """
         if not isinstance(cfg, RunConfig):
             cfg = from_mapping(cfg, "the mapping given")
-        trial = cfg.trial_name or time.strftime("%Y%m%d-%H%M%S")
-        cfg = dataclasses.replace(cfg, trial_name=trial)
-        run_dir = Path(cfg.fileroot) / cfg.experiment_name / trial
-        if run_dir.exists() and any(run_dir.iterdir()):
-            raise ConfigError(
-                f"trial_name: {run_dir} holds a run already; choose another trial_name, or leave it out to have one "
-                "made from the clock"
-            )
+        cfg = dataclasses.replace(cfg, trial_name=cfg.trial_name or time.strftime("%Y%m%d-%H%M%S"))
+        run_dir = free_run_dir(cfg)
         return cls(cfg, prepare(cfg, reward_log=run_dir / "logs" / "rewards.log"), run_dir)
 
     def run(self) -> Summary:
-        """Train to the end and return the summary. Not for use inside a running event loop: see ``arun``."""
+        """Train to the end and return the summary; ``arun`` is for a running event loop."""
         return asyncio.run(self.arun())
 
     async def arun(self) -> Summary:
@@ -98,12 +101,15 @@ class PPOTrainer:
         """
         with boundary(CheckpointError, f"creating the run directory {self.run_dir}"):
             (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.yaml").write_text(to_yaml(self.cfg))
+            # "x": of two runs that start in the same second under the same name, one is refused.
+            with (self.run_dir / "config.yaml").open("x", encoding="utf-8") as file:
+                file.write(to_yaml(self.cfg))
         with contextlib.closing(Ledger.open(self.run_dir / "run.db")) as ledger:
             async with Recorder(self.run_dir, SinkSet(self._sinks()), ledger) as recorder:
                 try:
-                    await self._train(recorder)
-                except asyncio.CancelledError:
+                    with boundary(OffbeatError, "unexpected error"):
+                        await self._train(recorder)
+                except (asyncio.CancelledError, KeyboardInterrupt):
                     self._conclude(recorder, RunStatus.INTERRUPTED)
                     raise
                 except OffbeatError as exc:
@@ -142,11 +148,8 @@ class PPOTrainer:
             if saver is not None:
                 await stack.enter_async_context(saver)
             loop = self._loop(recorder, trainer, replicas, saver)
-            try:
+            async with _while_alive([trainer, *generators]):
                 await loop.run()
-            except OffbeatError as exc:
-                await _blame_the_dead([trainer, *generators], exc)
-                raise
 
     async def evaluate(self) -> EvalResult:
         """Evaluate the model as it was loaded, without training. Needs a validation set."""
@@ -156,11 +159,8 @@ class PPOTrainer:
             await stack.enter_async_context(scheduler)
             generators = await _start_all(scheduler, self._generator_specs())
             evaluator = self._evaluator(Router([self._generator(w) for w in generators]))
-            try:
+            async with _while_alive(generators):
                 return await evaluator.run(PolicyVersion(0))
-            except OffbeatError as exc:
-                await _blame_the_dead(generators, exc)
-                raise
 
     def _trainer_spec(self) -> WorkerSpec:
         cfg = self.cfg
@@ -178,7 +178,7 @@ class PPOTrainer:
             name="trainer",
             target=train_client.TARGET,
             payload=encode(spec),
-            threads=cfg.trainer_threads(_cores()),
+            threads=cfg.trainer_threads(usable_cores(cfg.model.path)),
         )
 
     def _generator_specs(self) -> list[WorkerSpec]:
@@ -195,7 +195,7 @@ class PPOTrainer:
                 name=f"generator-{i}",
                 target=generate_client.TARGET,
                 payload=encode(spec),
-                threads=cfg.generator_threads(_cores()),
+                threads=cfg.generator_threads(usable_cores(cfg.model.path)),
             )
             for i in range(cfg.generator.replicas)
         ]
@@ -208,7 +208,7 @@ class PPOTrainer:
         if self._schedule(c).is_off and not c.at_end:
             return None
         return await Saver.open(
-            mode=SaveMode(c.mode.value),
+            mode=SaveMode(self.cfg.saver.mode.value),
             checkpoints_dir=self.run_dir / "checkpoints",
             template_dir=Path(self.cfg.model.path),
             keep_last=c.keep_last,
@@ -277,20 +277,43 @@ class PPOTrainer:
         )
 
 
+def free_run_dir(cfg: RunConfig) -> Path:
+    """The folder of a run that has a name. Raises ConfigError when something is in it."""
+    run_dir = Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
+    if cfg.trial_name is not None and run_dir.exists() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"trial_name: {run_dir} holds a run already; choose another trial_name, or leave it "
+            "out to have one made from the clock"
+        )
+    return run_dir
+
+
 async def evaluate_once(cfg: RunConfig) -> EvalResult:
-    """Evaluate ``cfg.model`` on ``cfg.valid_dataset``, with generators only; writes nothing but logs to a scratch folder.
+    """Evaluate ``cfg.model`` on ``cfg.valid_dataset``, with generators only.
+
+    Writes nothing but logs, to a scratch folder.
 
     Raises:
         ConfigError: there is no validation set.
+        RewardError: not one reward could be computed.
     """
+    if cfg.valid_dataset is None:
+        raise ConfigError("valid_dataset: there is none to evaluate on; add one")
     with tempfile.TemporaryDirectory(prefix="offbeat-eval-") as scratch:
         inputs = prepare(cfg, reward_log=Path(scratch) / "rewards.log")
         trainer = PPOTrainer(cfg, inputs, Path(scratch))
-        return await trainer.evaluate()
+        result = await trainer.evaluate()
+    if not result.valid_fraction:
+        first = inputs.reward.first_error
+        why = f"; the first: {first.reason}" if first is not None else ""
+        raise RewardError(f"none of the {result.samples} answers has a valid reward{why}")
+    return result
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def usable_cores(model_dir: str) -> int:
+    """Cores that a process can use well: one for a small model, else all of this machine."""
+    weights = sum(f.stat().st_size for f in Path(model_dir).glob("*.safetensors"))
+    return 1 if weights < SMALL_MODEL_BYTES else len(os.sched_getaffinity(0))
 
 
 async def _start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
@@ -315,8 +338,32 @@ def _report_engine(info: EngineInfo) -> None:
     )
 
 
+@asynccontextmanager
+async def _while_alive(workers: Sequence[WorkerHandle]) -> AsyncIterator[None]:
+    """Cancel the block when a worker ends, also one of which the block asks nothing at the moment.
+
+    Raises:
+        WorkerError: names each worker that has ended; their deaths explain what the block raised.
+    """
+
+    async def watch(worker: WorkerHandle) -> None:
+        raise WorkerError(await worker.wait())
+
+    try:
+        async with asyncio.TaskGroup() as watching:
+            watchers = [watching.create_task(watch(w)) for w in workers]
+            yield
+            for watcher in watchers:
+                watcher.cancel()
+    except BaseExceptionGroup as errors:
+        cause = true_cause(errors)
+        if isinstance(cause, OffbeatError):
+            await _blame_the_dead(workers, cause)
+        raise cause from errors
+
+
 async def _blame_the_dead(workers: Sequence[WorkerHandle], error: OffbeatError) -> None:
-    """Raise WorkerError naming each worker that has ended, if any: its death explains ``error``."""
+    """Raise WorkerError naming each worker that has ended, if any: that explains ``error``."""
 
     async def death(worker: WorkerHandle) -> str | None:
         try:

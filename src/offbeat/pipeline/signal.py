@@ -9,7 +9,8 @@ from collections.abc import Callable
 class Signal:
     """Tasks wait until a predicate holds; whoever changes what it reads calls ``notify``.
 
-    ``asyncio.Condition`` needs an await to notify; here a change and its notification happen in one turn of the loop.
+    ``asyncio.Condition`` needs an await to notify; here a change and its notification happen in one
+    turn of the loop.
     """
 
     def __init__(self) -> None:

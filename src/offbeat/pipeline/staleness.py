@@ -1,17 +1,18 @@
 """Who may start, who trains next, and how late: the staleness bound as a plain state machine.
 
-Owns the tickets, the live policy version and the order of training. Knows no tasks, clocks, prompts or weights: the loop feeds it
-and asks it. docs/design/staleness.md has the proof.
+Owns the tickets, the live policy version and the order of training. Knows no tasks, clocks, prompts
+or weights: the loop feeds it and asks it. docs/design/staleness.md has the proof.
 
-A ticket is one group's place in line. At most ``L = (η + 1)·g`` are open (η = ``max_staleness``, g = groups per step). A batch is the g
-oldest tickets, in admission order; a dropped ticket leaves the line and its replacement joins at the end. The tickets of a
-batch end when the version it produced is live: were they ended earlier, a group could train η + 1 versions late.
+A ticket is one group's place in line. At most ``L = (η + 1)·g`` are open (η = ``max_staleness``,
+g = groups per step). A batch is the g oldest tickets, in admission order; a dropped ticket leaves
+the line and its replacement joins at the end. The tickets of a batch end when the version it
+produced is live: were they ended earlier, a group could train η + 1 versions late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from offbeat.errors import StaleBatchError
 from offbeat.types import GroupId, PolicyVersion, RolloutGroup
@@ -32,10 +33,11 @@ class StalenessManager:
     Args:
         max_staleness: η ≥ 0, versions; 0 is synchronous training.
         groups_per_step: g ≥ 1.
-        total_groups: groups of the run; admission stops when the open tickets cover what is left, so nothing is in
-            flight at the end, and only the last batch may be short.
+        total_groups: groups of the run; admission stops when the open tickets cover what is left,
+            so nothing is in flight at the end, and only the last batch may be short.
 
-    Example (η = 0, g = 1): admit 0 · deliver 0 · take [0] · nothing may be admitted · publish 1 · admit 1 · …
+    Example (η = 0, g = 1): admit 0 · deliver 0 · take [0] · nothing may be admitted · publish 1 ·
+    admit 1 · …
     """
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, total_groups: int) -> None:
@@ -85,7 +87,8 @@ class StalenessManager:
         """Open the next ticket, stamped with the live version."""
         if not self.may_admit():
             raise RuntimeError(
-                f"no ticket to give: {self.open_tickets} of {self.max_open} are open"
+                f"no ticket to give: {self.open_tickets} of {self.max_open} are open, "
+                f"{self._left} groups are left"
             )
         ticket = Ticket(group_id=self._next, admission_version=self.live)
         self._next = GroupId(self._next + 1)
@@ -102,48 +105,63 @@ class StalenessManager:
 
     def batch_ready(self) -> bool:
         """Whether the oldest g tickets (what is left, at the end) are all delivered."""
-        oldest = self._oldest()
-        size = min(self._groups_per_step, self._left)
-        return len(oldest) == size and all(t.group is not None for t in oldest)
+        return len(self._delivered()) == self._batch_size()
 
     def take(self) -> list[RolloutGroup]:
         """The next batch, in admission order; its tickets stay open until ``publish``.
 
         Raises:
-            StaleBatchError: a group of the batch was admitted more than ``max_staleness`` versions ago.
+            StaleBatchError: a group of the batch was admitted more than ``max_staleness`` versions
+                ago.
         """
-        groups: list[RolloutGroup] = []
-        for ticket in self._oldest():
-            if ticket.group is None:
-                raise RuntimeError(f"group {ticket.group_id} was taken before it was delivered")
-            lag = self.live - ticket.admission_version
-            if lag > self._max_staleness:
-                raise StaleBatchError(
-                    f"group {ticket.group_id} was admitted at version {ticket.admission_version} and would train at "
-                    f"version {self.live}: {lag} versions late, max_staleness is {self._max_staleness}"
-                )
-            del self._line[ticket.group_id]
-            self._training[ticket.group_id] = ticket
-            groups.append(ticket.group)
+        groups = self._delivered()
+        if self._training or len(groups) != self._batch_size():
+            raise RuntimeError(
+                f"no batch to take: {len(self._training)} groups are in training, {len(groups)} of "
+                f"the oldest {self._batch_size()} are delivered"
+            )
+        batch = self._oldest()
+        for ticket in batch:
+            self._check_lag(ticket)
+        self._training = {t.group_id: self._line.pop(t.group_id) for t in batch}
         return groups
 
     def publish(self, version: PolicyVersion) -> None:
-        """``version`` is live on every generator: its batch's tickets end, in the same turn of the event loop."""
+        """``version`` is live on every generator: the tickets of its batch end.
+
+        Both in this one call, so that no admission can come between.
+        """
         if version != self.live + 1:
             raise RuntimeError(f"version {version} published after {self.live}")
         self.live = version
         self._left -= len(self._training)
         self._training.clear()
 
-    def _oldest(self) -> Sequence[Ticket]:
-        return list(self._line.values())[: self._groups_per_step]
+    def _batch_size(self) -> int:
+        return min(self._groups_per_step, self._left)
+
+    def _oldest(self) -> list[Ticket]:
+        return list(islice(self._line.values(), self._groups_per_step))
+
+    def _delivered(self) -> list[RolloutGroup]:
+        return [t.group for t in self._oldest() if t.group is not None]
+
+    def _check_lag(self, ticket: Ticket) -> None:
+        lag = self.live - ticket.admission_version
+        if lag > self._max_staleness:
+            raise StaleBatchError(
+                f"group {ticket.group_id} was admitted at version {ticket.admission_version} and "
+                f"would train at version {self.live}: {lag} versions late, max_staleness is "
+                f"{self._max_staleness}"
+            )
 
 
 class SlotGauge:
     """Counts generation requests so that a group is admitted only when its requests can start.
 
-    Admitting earlier would add lag and no speed. A group reserves ``n`` requests on admission; each first request of a sibling turns one
-    reservation into a running request; what a group did not use is released at its end.
+    Admitting earlier would add lag and no speed. A group reserves ``n`` requests on admission; each
+    of its requests turns one reservation, while there is one, into a running request; what the
+    group did not use is released at its end.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -157,7 +175,7 @@ class SlotGauge:
         return self._running + sum(self._reserved.values())
 
     def fits(self, n: int) -> bool:
-        """Whether ``n`` more requests can start; a group larger than everything may start alone."""
+        """Whether ``n`` more requests can start; a group larger than everything starts alone."""
         return self.used == 0 or self.used + n <= self._capacity
 
     def reserve(self, group_id: GroupId, n: int) -> None:

@@ -11,7 +11,8 @@ reward_pool.py says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -58,6 +59,8 @@ class AsyncRewardWrapper:
             asynchronous one on up to 64 per process.
         search_dir: folder looked up first for the module of a "module:attr".
         log_path: file for the processes' prints and errors; None: this process's stderr.
+        on_call: called after each call, in its context, however it ended, with its start and end
+            (CLOCK_MONOTONIC seconds; waiting for a free process counts).
 
     Example:
         >>> score = AsyncRewardWrapper(lambda prompt, text, **row: float(row["answer"] in text))
@@ -72,6 +75,7 @@ class AsyncRewardWrapper:
         workers: int = 2,
         search_dir: str | Path | None = None,
         log_path: str | Path | None = None,
+        on_call: Callable[[float, float], None] | None = None,
     ):
         inner = reward_fn.__reward_fn__ if isinstance(reward_fn, AsyncRewardWrapper) else reward_fn
         self.__reward_fn__: RewardSource = inner
@@ -79,6 +83,7 @@ class AsyncRewardWrapper:
         self._workers = workers
         self._search_dir = Path(search_dir) if search_dir is not None else None
         self._log_path = Path(log_path) if log_path is not None else None
+        self._on_call = on_call
         self._counters = RewardCounters()
         self._first_error: RewardFailure | None = None
         self._lease: _Lease | None = None
@@ -102,7 +107,12 @@ class AsyncRewardWrapper:
             WorkerError: its processes die while they start, or this wrapper is closed.
         """
         pool = await self._pool()
-        outcome = await pool.call(*args, **kwargs)
+        started = time.monotonic()
+        try:
+            outcome = await pool.call(*args, **kwargs)
+        finally:
+            if self._on_call is not None:
+                self._on_call(started, time.monotonic())
         if not isinstance(outcome, RewardFailure):
             return Scored(value=outcome.value, parts=outcome.parts)
         if self._first_error is None:

@@ -12,18 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from offbeat.errors import true_cause
 from offbeat.protocols import EpisodeEngine
 from offbeat.rollout.reward import AsyncRewardWrapper
 from offbeat.rollout.reward_pool import RewardSource
 from offbeat.types import Completion, Invalid, Prompt, Reward, Rollout, StopReason, Turn
 
 _UNFINISHED = (StopReason.ABORTED, StopReason.ERROR)
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first single exception in ``group``."""
-    first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 class RLVRWorkflow:
@@ -69,7 +64,7 @@ class RLVRWorkflow:
                     for sibling in range(engine.n_samples)
                 ]
         except BaseExceptionGroup as group:
-            raise _first_leaf(group) from group
+            raise true_cause(group) from group
         return [task.result() for task in tasks]
 
     async def _sibling(self, engine: EpisodeEngine, data: Prompt, sibling: int) -> Rollout:

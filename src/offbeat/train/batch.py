@@ -1,7 +1,8 @@
 """A step's samples as tensors: rows of tokens, and everything per policy token in flat arrays.
 
-Consumes ``TrainSample``s; produces ``TrainBatch``. Only tokens that the policy wrote carry a loss, so behavior log-probs, versions and
-masks exist for them alone: P policy tokens in row order, ``seq_id`` names the row of each.
+Consumes ``TrainSample``s; produces ``TrainBatch``. Only tokens that the policy wrote carry a loss,
+so behavior log-probs, versions and masks exist for them alone: P policy tokens in row order,
+``seq_id`` names the row of each.
 
 Shapes: R rows, P policy tokens.
 """
@@ -23,9 +24,10 @@ from offbeat.types import TrainSample
 class TrainBatch:
     """Rows of one step, or a selection of them.
 
-    ``tokens``: R tensors [T_r] int64. ``targets``: R tensors, places of the policy's tokens in their row, each ≥ 1. Per
-    policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64, ``seq_id`` int64 in 0..R-1. Per row, [R]: ``row_tokens``
-    int64 policy tokens, ``rewards`` float32, ``truncated`` bool, ``group_ids`` int64.
+    ``tokens``: R tensors [T_r] int64. ``targets``: R tensors, places of the policy's tokens in
+    their row, each ≥ 1. Per policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64,
+    ``seq_id`` int64 in 0..R-1. Per row, [R]: ``row_tokens`` int64 policy tokens, ``rewards``
+    float32, ``truncated`` bool, ``group_ids`` int64.
     """
 
     tokens: tuple[Tensor, ...]
@@ -43,7 +45,8 @@ class TrainBatch:
         """Convert samples; raises TrainingError when there is no policy token to train on."""
         if not any(s.loss_mask.any() for s in samples):
             raise TrainingError(
-                f"the batch of {len(samples)} rollouts has no token written by the policy: every answer is empty"
+                f"the batch of {len(samples)} rollouts has no token written by the policy: every "
+                "answer is empty"
             )
         if any(s.loss_mask[0] for s in samples):
             raise TrainingError(

@@ -18,8 +18,9 @@ TARGET = "offbeat.train.service:open_service"
 class TrainerSpec:
     """What a trainer process needs to start.
 
-    ``dtype`` is what matrix products are computed in (weights and optimizer state are float32); ``temperature`` and
-    ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of updates of the run (learning-rate schedule).
+    ``dtype`` is what matrix products are computed in (weights and optimizer state are float32);
+    ``temperature`` and ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of
+    updates of the run (learning-rate schedule).
     """
 
     model_path: str

@@ -1,13 +1,15 @@
 """A training engine: forward, backward and optimizer step of one model; knows no objective.
 
-Owns the model in the trainer process, its optimizer and its schedule. ``PPOActor`` says what the loss is. The Protocol is the
-seam for sharded engines; ``SingleDeviceEngine`` is the one that exists.
+Owns the model in the trainer process, its optimizer and its schedule. ``PPOActor`` says what the
+loss is. The Protocol is the seam for sharded engines; ``SingleDeviceEngine`` is the one that
+exists.
 
 Shapes: P policy tokens of the rows given.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,13 +36,22 @@ class TrainEngine(Protocol):
         """Where batches must lie."""
 
     def logprobs(self, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [P] float32 nats of the policy's tokens, with gradient unless under ``no_grad``."""
+        """Log-probs and entropies of the policy's tokens, [P] float32 nats each.
+
+        They carry a gradient unless under ``no_grad``.
+        """
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` to the accumulated one."""
 
+    def discard_gradient(self) -> None:
+        """Forget the accumulated gradient."""
+
     def optimizer_step(self) -> float:
-        """Clip, step, advance the schedule, clear the gradient; returns the norm before clipping."""
+        """Clip, step, advance the schedule, clear the gradient; returns the norm before clipping.
+
+        Raises NonFiniteLoss, the weights untouched, when the gradient is not finite.
+        """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors; a tied weight comes once."""
@@ -107,19 +118,16 @@ class SingleDeviceEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
+    def discard_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
     def optimizer_step(self) -> float:
-        """See ``TrainEngine``. Raises NonFiniteLoss, the weights untouched, when the gradient is not finite."""
-        limit = self._clip if self._clip is not None else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit))
-        if not torch.isfinite(torch.tensor(norm)):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteLoss(
-                f"the gradient norm is {norm}; the weights were left as they are. Lower the learning rate, or look "
-                "for non-finite rewards"
-            )
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip))
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(f"the gradient norm is {norm}; the weights were left as they are")
         self._optimizer.step()
         self._scheduler.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.discard_gradient()
         return norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

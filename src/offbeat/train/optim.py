@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all trainable parameters; weight decay on matrices only (not on norms and biases)."""
+    """AdamW over all trainable parameters; weight decay on matrices, not on norms and biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -31,7 +31,11 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
 ) -> LRScheduler:
-    """Constant, linear or cosine over ``total_steps`` optimizer steps, after a linear warm-up of the configured share."""
+    """Constant, linear or cosine over ``total_steps`` optimizer steps.
+
+    The configured share of them is a linear warm-up from 0: the first step is taken with rate 0
+    when there is one.
+    """
     from transformers import get_scheduler
 
     warmup = round(config.warmup_steps_proportion * total_steps)

@@ -1,7 +1,8 @@
 """What an update did, summed over its micro-batches and reduced once.
 
-Owns the names ``actor/…`` and ``lag/token_…`` and how each is reduced; knows no model. Sums are over policy tokens unless a name says
-otherwise.
+Owns the names ``actor/…`` and ``lag/token_…`` and how each is reduced; knows no model. Sums are
+over trained tokens unless a name says otherwise: policy tokens of rows that are in the loss, with a
+finite recorded log-prob.
 """
 
 from __future__ import annotations
@@ -9,97 +10,182 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offbeat.algo.behavior import effective_sample_size, ratio_statistics, weight_sums, WeightSums
+from offbeat.algo.behavior import (
+    RatioStatistics,
+    WeightSums,
+    effective_sample_size,
+    ratio_statistics,
+    weight_sums,
+)
+from offbeat.algo.proximal import ApproximationErrors, LogprobError
 from offbeat.algo.surrogate import LossTerms
 from offbeat.train.batch import TrainBatch
 from offbeat.types import PolicyVersion
 
 
 class StepSums:
-    """Accumulates the facts of one update; ``metrics`` reduces them."""
+    """Accumulates the facts of one update; ``metrics`` reduces them.
+
+    Attributes:
+        optimizer_steps: taken so far.
+        logp_error: largest distance of recomputed from recorded log-probs, nats; None as long as no
+            row could be compared.
+    """
 
     def __init__(self) -> None:
         self.optimizer_steps = 0
-        self.logp_error = 0.0
+        self.logp_error: float | None = None
         self._totals: dict[str, float] = {}
+        self._lowest: dict[str, float] = {}
+        self._highest: dict[str, float] = {}
         self._weights = WeightSums(total=torch.zeros(()), squares=torch.zeros(()))
-        self._ratio_min, self._ratio_max = float("inf"), 0.0
+        self._rate = 0.0
 
     def add(
         self,
         micro: TrainBatch,
         terms: LossTerms,
+        *,
         logp: Tensor,
         prox: Tensor,
         entropy: Tensor,
-        loss: Tensor,
-        produce: PolicyVersion,
-        fresh: bool,
+        mask: Tensor,
+        loss: float,
+        start: PolicyVersion,
     ) -> None:
-        """Count one micro-batch. ``fresh``: the weights are still those of the start of the step."""
-        mask = torch.ones_like(micro.seq_id, dtype=torch.bool)
-        ratios = ratio_statistics(prox, micro.behave_logp, mask)
-        sums = weight_sums(terms.weight_T, mask)
+        """Count one micro-batch.
+
+        Args:
+            micro: its rows. terms: its loss.
+            logp, prox, entropy: [P] float32 nats, detached. mask: [P] bool, false on tokens of rows
+                that are not in the loss.
+            loss: all terms. start: version of the weights at the start of the step.
+        """
+        trained = mask & ~terms.nonfinite_T
+        sums = weight_sums(terms.weight_T, trained)
         self._weights = WeightSums(
             total=self._weights.total + sums.total.cpu(),
             squares=self._weights.squares + sums.squares.cpu(),
         )
-        self._ratio_min = min(self._ratio_min, float(ratios.ratio_min))
-        self._ratio_max = max(self._ratio_max, float(ratios.ratio_max))
-        lag = (produce - 1) - micro.versions
-        for name, value in (
-            ("tokens", len(micro.seq_id)),
-            ("loss", loss),
-            ("entropy", entropy.sum()),
-            ("clipped", terms.clipped_T.sum()),
-            ("dual_clipped", terms.dual_clipped_T.sum()),
-            ("dropped", (~terms.kept_T).sum()),
-            ("nonfinite", terms.nonfinite_T.sum()),
-            ("behave_ratio", ratios.ratio_total),
-            ("ratio", terms.ratio_T.sum()),
-            ("k1", ratios.k1_total),
-            ("k3", ratios.k3_total),
-            ("lag", lag.sum()),
-        ):
-            self._totals[name] = self._totals.get(name, 0.0) + float(value)
-        # A row that a weight swap overtook was continued on keys of the older weights (kv_on_update: keep): its later
-        # tokens have no counterpart in a pass under one version, so only whole rows of the present version compare.
-        oldest = lag.new_zeros(micro.rows).scatter_reduce(0, micro.seq_id, lag, "amax")
-        current = (oldest == 0)[micro.seq_id]
-        if fresh and bool(current.any()):
-            error = (logp - micro.behave_logp)[current].abs().max()
-            self.logp_error = max(self.logp_error, float(error))
+        lag = start - micro.versions
+        self._count("trained", trained.sum())
+        self._count("loss", loss)
+        self._count("entropy", entropy[trained].sum())
+        self._count("clipped", terms.clipped_T.sum())
+        self._count("dual_clipped", terms.dual_clipped_T.sum())
+        self._count("masked", (trained & ~terms.kept_T).sum())
+        self._count("nonfinite", terms.nonfinite_T.sum())
+        self._count("lag", lag[trained].sum())
+        self._count_ratio(terms.ratio_T[trained])
+        self._count_behavior(ratio_statistics(prox, micro.behave_logp, trained))
+        # The weights are those of the recorded log-probs only until the first optimizer step.
+        if self.optimizer_steps == 0:
+            self.compare(micro, logp, start)
 
-    def stepped(self, grad_norm: float) -> None:
-        """Count one optimizer step."""
+    def compare(self, rows: TrainBatch, logp: Tensor, start: PolicyVersion) -> None:
+        """Recomputed log-probs [P] against recorded ones, under the weights ``start`` names.
+
+        A row that a weight swap overtook was continued on keys of the older weights: its later
+        tokens have no counterpart in a pass under one version, so only whole rows of the present
+        version compare.
+        """
+        lag = start - rows.versions
+        oldest = lag.new_zeros(rows.rows).scatter_reduce(0, rows.seq_id, lag, "amax")
+        usable = (oldest == 0)[rows.seq_id] & torch.isfinite(rows.behave_logp)
+        if bool(usable.any()):
+            error = float((logp - rows.behave_logp)[usable].abs().max())
+            self.logp_error = max(self.logp_error or 0.0, error)
+
+    def add_prox_errors(self, errors: ApproximationErrors) -> None:
+        """Count how far the approximations of the proximal log-prob are off in one micro-batch."""
+        for name, error in _by_name(errors).items():
+            self._count(f"prox_error_{name}", error.abs_total)
+            self._count(f"prox_ratio_error_{name}", error.ratio_abs_total)
+            self._extremes(f"prox_error_{name}", error.abs_max, error.abs_max)
+
+    def stepped(self, grad_norm: float, learning_rate: float) -> None:
+        """Count one optimizer step and the learning rate it was taken with."""
         self.optimizer_steps += 1
-        self._totals["grad_norm"] = self._totals.get("grad_norm", 0.0) + grad_norm
+        self._count("grad_norm", grad_norm)
+        self._rate = learning_rate
 
-    def metrics(
-        self, batch: TrainBatch, produce: PolicyVersion, *, learning_rate: float
-    ) -> dict[str, float]:
-        """The step's metrics by name: means over policy tokens, or over optimizer steps for loss and norm."""
-        t, n = self._totals, self._totals["tokens"]
+    def metrics(self, batch: TrainBatch, produce: PolicyVersion) -> dict[str, float]:
+        """The step's metrics by name.
+
+        Means are over trained tokens; of loss and gradient norm over optimizer steps.
+        """
+        t, n = self._totals, self._totals["trained"]
         return {
             "actor/loss": t["loss"] / self.optimizer_steps,
             "actor/grad_norm": t["grad_norm"] / self.optimizer_steps,
-            "actor/lr": learning_rate,
+            "actor/lr": self._rate,
             "actor/entropy": t["entropy"] / n,
             "actor/clip_fraction": t["clipped"] / n,
             "actor/dual_clip_fraction": t["dual_clipped"] / n,
             "actor/ratio_mean": t["ratio"] / n,
-            "actor/behave_weight_mean": t["behave_ratio"] / n,
-            "actor/behave_weight_min": self._ratio_min,
-            "actor/behave_weight_max": self._ratio_max,
-            "actor/masked_fraction": t["dropped"] / n,
+            "actor/ratio_min": self._lowest["ratio"],
+            "actor/ratio_max": self._highest["ratio"],
+            "actor/masked_fraction": t["masked"] / n,
             "actor/nonfinite_count": t["nonfinite"],
             "actor/ess": float(effective_sample_size(self._weights, n)),
-            "actor/kl_k1": t["k1"] / n,
-            "actor/kl_k3": t["k3"] / n,
-            "actor/logp_error_max": self.logp_error,
             "actor/minibatches_count": float(self.optimizer_steps),
             "actor/rows_count": float(batch.rows),
             "actor/tokens_count": n,
             "lag/token_mean": t["lag"] / n,
             "lag/token_max": float(((produce - 1) - batch.versions).max()),
+            **self._behavior_metrics(),
+            **self._prox_metrics(),
         }
+
+    def _behavior_metrics(self) -> dict[str, float]:
+        """Proximal against behavior policy, and recomputed against recorded log-probs."""
+        t, n = self._totals, self._totals["trained"]
+        compared = {} if self.logp_error is None else {"actor/logp_error_max": self.logp_error}
+        return {
+            "actor/behave_weight_mean": t["behave_ratio"] / n,
+            "actor/behave_weight_min": self._lowest["behave_ratio"],
+            "actor/behave_weight_max": self._highest["behave_ratio"],
+            "actor/kl_k1": t["k1"] / n,
+            "actor/kl_k3": t["k3"] / n,
+            **compared,
+        }
+
+    def _prox_metrics(self) -> dict[str, float]:
+        """Errors of the approximations, when they were measured."""
+        t, n = self._totals, self._totals["trained"]
+        if "prox_error_rollout" not in t:
+            return {}
+        high = self._highest
+        return {
+            "actor/prox_error_loglinear_mean": t["prox_error_loglinear"] / n,
+            "actor/prox_error_loglinear_max": high["prox_error_loglinear"],
+            "actor/prox_error_linear_mean": t["prox_error_linear"] / n,
+            "actor/prox_error_linear_max": high["prox_error_linear"],
+            "actor/prox_error_rollout_mean": t["prox_error_rollout"] / n,
+            "actor/prox_error_rollout_max": high["prox_error_rollout"],
+            "actor/prox_ratio_error_loglinear_mean": t["prox_ratio_error_loglinear"] / n,
+            "actor/prox_ratio_error_linear_mean": t["prox_ratio_error_linear"] / n,
+            "actor/prox_ratio_error_rollout_mean": t["prox_ratio_error_rollout"] / n,
+        }
+
+    def _count(self, name: str, value: Tensor | float) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + float(value)
+
+    def _extremes(self, name: str, low: Tensor, high: Tensor) -> None:
+        self._lowest[name] = min(self._lowest.get(name, float("inf")), float(low))
+        self._highest[name] = max(self._highest.get(name, float("-inf")), float(high))
+
+    def _count_ratio(self, ratio: Tensor) -> None:
+        self._count("ratio", ratio.sum())
+        if len(ratio):
+            self._extremes("ratio", ratio.min(), ratio.max())
+
+    def _count_behavior(self, ratios: RatioStatistics) -> None:
+        self._count("behave_ratio", ratios.ratio_total)
+        self._count("k1", ratios.k1_total)
+        self._count("k3", ratios.k3_total)
+        self._extremes("behave_ratio", ratios.ratio_min, ratios.ratio_max)
+
+
+def _by_name(errors: ApproximationErrors) -> dict[str, LogprobError]:
+    return {"loglinear": errors.loglinear, "linear": errors.linear, "rollout": errors.rollout}

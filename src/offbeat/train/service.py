@@ -1,7 +1,8 @@
 """The trainer process: the actor behind RPC, its torch work on one thread of its own.
 
-Consumes batches as ``BlobRef``s; produces ``StepReport``s and published weights. Updates and publications are serialized by the
-single executor thread, so weights are never read while an optimizer writes them.
+Consumes batches as ``BlobRef``s; produces ``StepReport``s and published weights. Updates and
+publications are serialized by the single executor thread, so weights are never read while an
+optimizer writes them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TrainerService:
 
     async def publish(self) -> WeightUpdate:
         def work() -> WeightUpdate:
-            return self._publisher.publish(self._actor.version)
+            return self._publisher.publish(self._actor.whole_version())
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 

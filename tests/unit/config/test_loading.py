@@ -132,7 +132,9 @@ def test_unquoted_on_and_off_are_understood(file):
     assert load(path).train_dataset.chat_template is ChatTemplate.OFF
 
 
-def test_config_dir_is_the_folder_of_the_file_and_survives_a_copy_of_the_resolved_file(file, tmp_path):
+def test_config_dir_is_the_folder_of_the_file_and_survives_a_copy_of_the_resolved_file(
+    file, tmp_path
+):
     cfg = load(file(BASE))
     assert cfg.plugin_dir == tmp_path.resolve()
     assert cfg == from_mapping(to_mapping(cfg))

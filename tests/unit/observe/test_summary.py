@@ -124,7 +124,7 @@ def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "peak_rss_bytes",
     ]
     assert list(found["seconds"]) == ["total", "training", "waiting"]
-    assert list(found["eval"]) == ["first", "last", "best"]
+    assert list(found["eval"]) == ["first", "last", "best", "parts"]
     assert list(found["reward"]) == ["first", "last"]
     assert list(found["lag"]) == ["group_mean", "group_max", "token_mean"]
     assert list(found["tokens"]) == ["prefill", "generated", "trained", "wasted"]

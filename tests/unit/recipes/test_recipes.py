@@ -23,7 +23,8 @@ def recipe(spec: str) -> Callable[..., Any]:
 
 
 def score(name: str, completions: str, answer: str) -> float:
-    return recipe(f"{name}:reward")("asked", completions, [1], [2], answer=answer, other=3)
+    given = recipe(f"{name}:reward")("asked", completions, [1], [2], answer=answer, other=3)
+    return given["reward"] if isinstance(given, dict) else given
 
 
 def test_reverse_rows_are_the_same_every_time_and_reversed() -> None:
@@ -32,7 +33,8 @@ def test_reverse_rows_are_the_same_every_time_and_reversed() -> None:
     assert rows(50) == rows(100)[:50]
     assert rows(50) != rows(50, seed=2)
     for row in rows(50, digits=5):
-        assert row["prompt"] == row["answer"][::-1] + "="
+        digits = row["answer"][::-1]
+        assert row["prompt"] == "".join(p + d for p, d in zip("abcde", digits, strict=True)) + "="
         assert len(row["answer"]) == 5
 
 
@@ -137,16 +139,6 @@ def test_gsm8k_without_a_number_scores_zero_and_bad_data_raises() -> None:
     assert score("gsm8k", "I do not know", "#### 1") == 0.0
     with pytest.raises(ValueError, match="no number"):
         score("gsm8k", "1", "none")
-
-
-def test_gsm8k_rows_ask_the_question_and_keep_the_solution(tmp_path: Path) -> None:
-    file = tmp_path / "g.jsonl"
-    file.write_text(
-        '{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "answer": "#### 4"}\n'
-    )
-    row = recipe("gsm8k:rows")(str(file), n=1)
-    assert [r["answer"] for r in row] == ["#### 2"]
-    assert row[0]["messages"][0]["content"].startswith("1+1?\n\n")
 
 
 @pytest.mark.skipif(not (GSM8K / "test.jsonl").is_file(), reason="GSM8K is not on this machine")

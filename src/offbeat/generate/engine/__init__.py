@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching over a slot KV cache, on transformers' own model code."""
+"""The embedded engine: continuous batching over a slot KV cache, on transformers' models."""

@@ -1,9 +1,11 @@
 """The slot KV cache: one preallocated tensor for keys, one for values, a row per running request.
 
-Owns the memory and the two ways attention touches it (a decode step; storing a prefill). Knows no requests.
-A slot's keys stay valid after its request ended, until the slot is given away: that is what siblings copy.
+Owns the memory and the two ways attention touches it (a decode step; storing a prefill). Knows no
+requests. A slot's keys stay valid after its request ended, until the slot is given away: that is
+what siblings copy.
 
-Shapes: L layers, C slots, K key heads, T positions, D head size; N rows of a decode step = slots 0..N-1.
+Shapes: L layers, C slots, K key heads, T positions, D head size; N rows of a decode step = slots
+0..N-1.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from offbeat.model.attention import QUERY_ROWS, attend_core, key_bucket, round_u
 class SlotCache:
     """Keys and values ``[L, C, K, T, D]``; T grows by doubling up to ``limit``.
 
-    The last position is never a token's: rows of a decode step that carry no request write there, so they never
-    touch what a sibling may still copy. Everything starts as zero because a masked key still meets a probability of 0, and
-    0 · NaN is NaN.
+    The last position is never a token's: rows of a decode step that carry no request write there,
+    so they never touch what a sibling may still copy. Everything starts as zero because a masked
+    key still meets a probability of 0, and 0 · NaN is NaN.
     """
 
     def __init__(
@@ -63,6 +65,11 @@ class SlotCache:
             new[:, :, :, : old.shape[3] - 1] = old[:, :, :, :-1]
             setattr(self, name, new)
 
+    def clear(self) -> None:
+        """Forget everything: after a pass with non-finite weights, NaN would outlive them."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def store(self, layer: int, slot: int, key: Tensor, value: Tensor) -> None:
         """Write a prompt's keys and values ``[n, K, D]`` at positions 0..n-1 of ``slot``."""
         n = key.shape[0]
@@ -80,14 +87,16 @@ class SlotCache:
 class DecodeContext:
     """Attention of one decode step: row i is slot i, reads and extends that slot's keys.
 
-    ``positions`` [N]: where row i writes (``scratch`` for rows without a request); ``visible`` [N]: how many keys row i
-    sees, itself included, at least 1; ``longest``: the largest of ``visible``, known to the caller without a device sync.
+    ``positions`` [N]: where row i writes (``scratch`` for rows without a request); ``visible`` [N]:
+    how many keys row i sees, itself included, at least 1; ``longest``: the largest of ``visible``,
+    known to the caller without a device sync.
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor, visible: Tensor, longest: int) -> None:
         self._cache = cache
         self._rows = torch.arange(len(positions), device=positions.device)
         self._positions = positions
+        self.longest = longest
         self._keys = key_bucket(longest)
         hidden = torch.arange(self._keys, device=positions.device)[None, :] >= visible[:, None]
         bias = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=positions.device)

@@ -1,12 +1,14 @@
 """The engine's core: requests in, completions out, one ``step`` at a time.
 
-Owns slots, the waiting line, the per-slot token rows and the weights' version. Synchronous and single-threaded: whoever drives it
-(``generate/server.py``) calls everything from one thread, so a weight swap and a forward pass can never overlap.
+Owns slots, the waiting line, the per-slot token rows and the weights' version. Synchronous and
+single-threaded: whoever drives it (``generate/server.py``) calls everything from one thread, so a
+weight swap and a forward pass can never overlap.
 
-A step first admits waiting requests to free slots (prefill), then runs one decode pass over all running ones. A prompt is
-computed once: a request whose prompt lies in a slot already, under the present weights, copies it from there. Everything a token
-depends on (its slot's keys, its own random stream) is private to its request, so tokens and log-probs are the same bits
-whoever else runs.
+A step first admits waiting requests to free slots (prefill), then runs one decode pass over all
+running ones. A prompt is computed once: a request whose prompt lies in a slot already, under the
+present weights, copies it from there. Everything a token depends on (its slot's keys, its own
+random stream) is private to its request, so tokens and log-probs are the same bits whoever else
+runs.
 
 Shapes: C slots, T positions, N rows of a pass (multiple of 16), V vocabulary.
 """
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens computed in one prefill pass; more wait for the next step, so that decoding is not held up for long."""
+"""Prompt tokens of one prefill pass; more wait, so that decoding is not held up for long."""
+
+_SEED_BITS = 2**64 - 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,14 +48,6 @@ class _Slot:
 
     request: GenerateRequest
     prompt_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prefix:
-    """A prompt whose keys lie in ``slot``, with the logits of its last token."""
-
-    slot: int
-    length: int
 
 
 class Engine:
@@ -86,7 +82,8 @@ class Engine:
         self._cache = SlotCache(
             layers=config.num_hidden_layers,
             slots=round_up(slots, TOKEN_ROWS),
-            kv_heads=config.num_key_value_heads,
+            # Families that never share keys have no such option.
+            kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
             head_dim=head_dim,
             limit=max_len,
             dtype=model.dtype,
@@ -95,7 +92,8 @@ class Engine:
         self._waiting: deque[GenerateRequest] = deque()
         self._running: dict[int, _Slot] = {}
         self._free = list(range(slots - 1, -1, -1))
-        self._prefixes: dict[bytes, _Prefix] = {}
+        self._holders: dict[bytes, list[int]] = {}
+        """Slots, running or free, that hold a prompt's keys and the logits of its last token."""
         rows = round_up(slots, TOKEN_ROWS)
         self._rows = _RowState(rows, self._cache.capacity, output_head(model)[0].shape[0], device)
         self.slots = slots
@@ -127,11 +125,13 @@ class Engine:
         n, new = len(request.prompt_ids), request.params.max_new_tokens
         if n + new > self._max_len:
             raise PromptTooLong(
-                f"request {request.request_id}: {n} prompt tokens + max_new_tokens {new} exceed the context of {self._max_len}"
+                f"request {request.request_id}: {n} prompt tokens + max_new_tokens {new} exceed "
+                f"the context of {self._max_len}"
             )
         if n == 0 or new < 1:
             raise GenerationError(
-                f"request {request.request_id}: {n} prompt tokens, max_new_tokens {new}; both must be ≥ 1"
+                f"request {request.request_id}: {n} prompt tokens, max_new_tokens {new}; "
+                "both must be at least 1"
             )
         vocab = self._rows.vocab
         if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= vocab:
@@ -143,22 +143,8 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> list[tuple[GenerateRequest, Completion]]:
         """End these requests now, with what they wrote so far."""
         wanted = set(request_ids)
-        ended: list[tuple[GenerateRequest, Completion]] = []
-        for request in [r for r in self._waiting if r.request_id in wanted]:
-            self._waiting.remove(request)
-            empty = np.zeros(0, dtype=np.int64)
-            ended.append(
-                (
-                    request,
-                    Completion(
-                        token_ids=empty,
-                        logprobs=empty.astype(np.float32),
-                        versions=empty,
-                        stop_reason=StopReason.ABORTED,
-                        text="",
-                    ),
-                )
-            )
+        ended = [(r, _nothing_written()) for r in self._waiting if r.request_id in wanted]
+        self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
         for slot in [s for s, r in self._running.items() if r.request.request_id in wanted]:
             ended.append(self._release(slot, StopReason.ABORTED))
         self.aborted += len(ended)
@@ -172,17 +158,22 @@ class Engine:
             self._free.append(slot)
         self._free.sort(reverse=True)
         self._running.clear()
-        self._prefixes.clear()
+        self._holders.clear()
+        self._cache.clear()
 
     def swap_weights(self, load: Callable[[], None], version: PolicyVersion) -> None:
-        """Replace the weights between two steps; running requests keep their keys and go on under ``version``."""
+        """Replace the weights between two steps.
+
+        Running requests keep their keys and go on under ``version``; prompts are not shared with
+        requests that start later.
+        """
         load()
         self.version = version
-        self._prefixes.clear()
+        self._holders.clear()
 
     @torch.no_grad()
     def step(self) -> list[tuple[GenerateRequest, Completion]]:
-        """Admit what fits, then write one token for every running request; returns the finished ones."""
+        """Admit what fits, then write one token per running request; returns the finished ones."""
         finished = self._admit()
         if self._running:
             finished += self._decode()
@@ -199,16 +190,16 @@ class Engine:
         while self._waiting and self._free:
             request = self._waiting[0]
             key, n = request.prompt_ids.tobytes(), len(request.prompt_ids)
-            if key not in fresh and key not in self._prefixes:
+            if key not in fresh and key not in self._holders:
                 if fresh and n > budget:
                     break
                 budget -= n
             self._waiting.popleft()
             slot = self._start(request, key)
             admitted.append(slot)
-            if key in self._prefixes:
+            if key in self._holders:
                 # Copied at once: the source may be given away to the next request in line.
-                self._share(self._prefixes[key], [slot])
+                self._share(key, [slot], n)
             else:
                 fresh.setdefault(key, []).append(slot)
         if fresh:
@@ -225,21 +216,24 @@ class Engine:
         return slot
 
     def _take_slot(self, key: bytes) -> int:
-        """The lowest free slot, preferably one that holds no prompt still worth copying for ``key``."""
-        source = self._prefixes[key].slot if key in self._prefixes else -1
-        index = len(self._free) - 1
-        if self._free[index] == source and index > 0:
-            index -= 1
-        slot = self._free.pop(index)
-        for stale in [k for k, p in self._prefixes.items() if p.slot == slot and k != key]:
-            del self._prefixes[stale]
+        """A free slot that holds the prompt ``key`` already, else the lowest free one."""
+        own = self._holders.get(key, ())
+        slot = next((s for s in reversed(self._free) if s in own), self._free[-1])
+        self._free.remove(slot)
+        for prompt in [k for k, slots in self._holders.items() if slot in slots and k != key]:
+            self._holders[prompt].remove(slot)
+            if not self._holders[prompt]:
+                del self._holders[prompt]
         return slot
 
-    def _share(self, prefix: _Prefix, slots: list[int]) -> None:
-        targets = [s for s in slots if s != prefix.slot]
+    def _share(self, key: bytes, slots: list[int], length: int) -> None:
+        """Make ``slots`` hold the prompt ``key`` of ``length`` tokens, too."""
+        holders = self._holders[key]
+        targets = [s for s in slots if s not in holders]
         if targets:
-            self._cache.copy_prefix(prefix.slot, targets, prefix.length)
-            self._rows.first_logits[targets] = self._rows.first_logits[prefix.slot].clone()
+            self._cache.copy_prefix(holders[0], targets, length)
+            self._rows.first_logits[targets] = self._rows.first_logits[holders[0]].clone()
+            holders.extend(targets)
 
     def _prefill(self, fresh: dict[bytes, list[int]]) -> None:
         """One packed pass over the distinct new prompts; siblings copy."""
@@ -260,8 +254,8 @@ class Engine:
         )
         self._rows.first_logits[owners] = self._logits(hidden[last])[: len(owners)]
         for (key, slots), n in zip(fresh.items(), lengths, strict=True):
-            self._prefixes[key] = _Prefix(slot=slots[0], length=n)
-            self._share(self._prefixes[key], slots[1:])
+            self._holders[key] = [slots[0]]
+            self._share(key, slots[1:], n)
             self.prefill_tokens += n
         self.prefill_spans.add(started, time.monotonic())
 
@@ -294,7 +288,7 @@ class Engine:
         return finished
 
     def _sample(self, slots: list[int], logits: Tensor) -> list[tuple[GenerateRequest, Completion]]:
-        """Draw the next token of ``slots`` from their rows of ``logits``, and end the requests that are done."""
+        """Draw the next token of ``slots`` from their rows of ``logits``; end what is done."""
         rows = self._rows
         index = torch.tensor(slots, device=self._device)
         tokens, logp = sample(logits[index], *rows.sampling(index))
@@ -305,12 +299,14 @@ class Engine:
                 if not x.isfinite()
             ]
             raise GenerationError(
-                f"non-finite log-probs at version {self.version} for {bad[:4]}: the weights have NaN or infinite values"
+                f"non-finite log-probs at version {self.version} for {bad[:4]}: "
+                "the weights have NaN or infinite values"
             )
         done, cut = rows.append(index, tokens, logp, self.version)
-        ended = {s: StopReason.STOP for s in index[done].tolist()}
-        ended |= {s: StopReason.LENGTH for s in index[cut & ~done].tolist()}
-        ended |= {s: StopReason.STOP for s in slots if s not in ended and self._hit_stop_string(s)}
+        # An answer that stops with the last token it may have has stopped.
+        ended = dict.fromkeys(index[cut].tolist(), StopReason.LENGTH)
+        ended |= {s: StopReason.STOP for s in slots if self._hit_stop_string(s)}
+        ended |= dict.fromkeys(index[done].tolist(), StopReason.STOP)
         return [self._release(s, reason) for s, reason in sorted(ended.items())]
 
     def _hit_stop_string(self, slot: int) -> bool:
@@ -348,8 +344,19 @@ class Engine:
         return running.request, completion
 
 
+def _nothing_written() -> Completion:
+    empty = np.zeros(0, dtype=np.int64)
+    return Completion(
+        token_ids=empty,
+        logprobs=empty.astype(np.float32),
+        versions=empty,
+        stop_reason=StopReason.ABORTED,
+        text="",
+    )
+
+
 class _RowState:
-    """Per-slot tensors, so that a step costs no Python per token: what each row wrote, and how it samples."""
+    """What each row wrote and how it samples, in tensors: a step costs little Python per token."""
 
     def __init__(self, rows: int, capacity: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -386,7 +393,7 @@ class _RowState:
         self.length[slot] = n
         self.prompt_len[slot] = n
         self.limit[slot] = n + params.max_new_tokens
-        self.seed[slot] = int(np.uint64(request.seed).astype(np.int64))
+        self.seed[slot] = int(np.uint64(request.seed & _SEED_BITS).astype(np.int64))
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.top_k[slot] = params.top_k
@@ -421,7 +428,7 @@ class _RowState:
     def append(
         self, index: Tensor, tokens: Tensor, logp: Tensor, version: PolicyVersion
     ) -> tuple[Tensor, Tensor]:
-        """Write one token per row; returns which rows met a stop id and which reached their limit."""
+        """Write one token per row; returns which rows met a stop id and which are full."""
         place = self.length[index]
         self.tokens[index, place] = tokens
         self.logp[index, place] = logp

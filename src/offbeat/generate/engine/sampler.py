@@ -1,7 +1,8 @@
 """Draw one token per row from its own random stream.
 
-Owns the counter-based uniforms and the inverse-CDF draw; knows no requests and no model. The uniform of a token is a
-hash of (request seed, answer position), so it needs no state and never depends on which rows run beside it.
+Owns the counter-based uniforms and the inverse-CDF draw; knows no requests and no model. The
+uniform of a token is a hash of (request seed, answer position), so it needs no state and never
+depends on which rows run beside it.
 
 Shapes: N rows, V vocabulary, W candidates padded to whole blocks.
 """
@@ -23,7 +24,11 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """Sampling options of N rows, each ``[N]``; ``truncated`` tells whether any row uses top_p, top_k or min_p."""
+    """Sampling options of N rows, each ``[N]``.
+
+    ``truncated``: some row may use top_p, top_k or min_p; ``greedy``: some row may have
+    temperature 0. Known to the caller without a device sync.
+    """
 
     temperature: Tensor
     top_p: Tensor
@@ -34,7 +39,7 @@ class SamplingRows:
 
 
 def _splitmix(x: Tensor) -> Tensor:
-    """Finalizer of splitmix64 on int64 lanes (Steele, Lea, Flood 2014); shifts are made logical by a mask."""
+    """splitmix64 (Steele, Lea, Flood 2014) on int64 lanes; a mask makes each shift logical."""
     x = x + _GAMMA
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -50,8 +55,9 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative probability exceeds ``u`` times the total, [N] int64.
 
-    ``p`` [N, V] float32, not necessarily normalized; an index of probability 0 is never drawn. Two levels (blocks of 256, then inside
-    one block) with float64 sums: the result equals a full float64 scan at a fraction of its cost.
+    ``p`` [N, V] float32, not necessarily normalized; an index of probability 0 is never drawn. Two
+    levels (blocks of 256, then inside one block) with float64 sums: the result of a full float64
+    scan at a fraction of its cost. A row with NaN gives some index below V.
     """
     n, v = p.shape
     if v % _BLOCK:
@@ -63,14 +69,14 @@ def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     before = torch.where(block > 0, edges.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(n, 1, _BLOCK)).squeeze(1)
     inside_edges = inside.double().cumsum(-1)
-    # Rounding may put the remainder at or past the block's end: stay below it, on an index that has mass.
+    # Rounding may put the remainder at or past the block's end: stay on an index with mass.
     limit = inside_edges[:, -1:] * (1 - 2.0**-52)
     offset = torch.searchsorted(inside_edges, torch.minimum(target - before, limit), right=True)
-    return (block * _BLOCK + offset.clamp_(max=_BLOCK - 1)).squeeze(1)
+    return (block * _BLOCK + offset.clamp_(max=_BLOCK - 1)).squeeze(1).clamp_(max=v - 1)
 
 
 def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
-    """``p`` with everything outside top_k, then top_p, then min_p set to 0; ties are cut in index order."""
+    """``p`` with what is outside top_k, then top_p, then min_p set to 0; ties go by index."""
     v = p.shape[1]
     top, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(v, device=p.device)[None, :]
@@ -94,8 +100,9 @@ def sample(
         rows: sampling options; temperature 0 takes the most likely token (the first of equals).
         seeds: [N] int64 bit patterns; positions: [N] int64, index of the token within its answer.
 
-    Returns: (tokens [N] int64, logprobs [N] float32 nats of the distribution sampled from: after temperature and truncation,
-        renormalized; exactly 0 for greedy rows).
+    Returns: (tokens [N] int64, logprobs [N] float32 nats of the distribution sampled from: after
+        temperature and truncation, renormalized; exactly 0 for greedy rows). The log-prob of a row
+        with non-finite logits is not finite, greedy or not.
     """
     hot = torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     x = scale_logits(logits, hot)
@@ -112,5 +119,5 @@ def sample(
     if rows.greedy:
         greedy = rows.temperature <= 0
         tokens = torch.where(greedy, x.argmax(-1), tokens)
-        logp = torch.where(greedy, 0.0, logp)
+        logp = torch.where(greedy & torch.isfinite(log_z), 0.0, logp)
     return tokens, logp

@@ -1,7 +1,8 @@
 """Does cached decode give the bits of the packed training pass, on this machine with these threads?
 
-The padding rules of ``model/attention.py`` are facts of one build on one CPU. This asks at start-up instead of believing: it
-generates a few answers, scores them with one packed pass, and compares the log-probs.
+The padding rules of ``model/attention.py`` are facts of one build on one CPU. This asks at start-up
+instead of believing: it generates a few answers, scores them with one packed pass, and compares the
+log-probs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PathComparison:
 
 
 def compare_paths(model: PreTrainedModel, engine: Engine, *, max_len: int) -> PathComparison:
-    """Generate with ``engine`` and score with a packed pass over prompts on both sides of a key bucket's edge.
+    """Generate with ``engine``, score with a packed pass; prompts of several key buckets.
 
     Prompts that do not fit ``max_len`` are left out; the shortest is cut to fit.
     """

@@ -1,0 +1,106 @@
+"""Ctrl-C, at any moment: out within seconds, a summary that says so, nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOON = 10.0
+"""Seconds within which an interrupted run must have ended."""
+
+STAGES = [
+    "generation",
+    *(
+        pytest.param(stage, marks=pytest.mark.slow)
+        for stage in ("start", "evaluation", "reward", "update", "save")
+    ),
+]
+
+
+def check_interrupted(lab: Any, run: Any, code: int) -> None:
+    assert code == 130, run.output
+    assert "interrupted" in run.output
+    assert "Traceback" not in run.output
+    assert "never retrieved" not in run.output
+    assert lab.summary()["status"] == "interrupted"
+    groups = lab.summary()["groups"]
+    assert groups["open"] == 0
+    assert groups["admitted"] == groups["trained"] + sum(groups["dropped"].values())
+
+
+@pytest.mark.invariant("I13")
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_ends_the_run_within_seconds_and_leaves_nothing(lab: Any, stage: str) -> None:
+    run = lab.at(stage)
+    run.interrupt()
+    run.proceed()
+    check_interrupted(lab, run, run.end(within=SOON))
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I13")
+@pytest.mark.parametrize(("stage", "hung"), [("update", "trainer"), ("save", "writer")])
+def test_ctrl_c_does_not_wait_for_a_worker_that_hangs(lab: Any, stage: str, hung: str) -> None:
+    run = lab.at(stage)
+    run.interrupt()
+    check_interrupted(lab, run, run.end(within=SOON))
+    assert hung in run.output  # a worker that had to be killed is named
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I13")
+@pytest.mark.parametrize("stage", ["start", "generation", "update", "save"])
+def test_a_second_ctrl_c_during_the_clean_up_leaves_nothing_behind_either(
+    lab: Any, stage: str
+) -> None:
+    run = lab.at(stage)
+    before = set(run.workers())
+    run.interrupt()
+    # The first worker to go shows that the clean-up goes on; in update and save one of them hangs.
+    run.until("the clean-up", lambda: set(run.workers()) < before)
+    run.interrupt()
+    assert run.end(within=SOON) in (130, -signal.SIGINT), run.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_configuration_is_read_writes_nothing(lab: Any) -> None:
+    (lab.folder / "slow_rows.py").write_text(
+        "import time\nfrom pathlib import Path\n\n"
+        "def rows():\n    (Path(__file__).parent / 'reading').touch()\n    time.sleep(600)\n"
+    )
+    run = lab.train("train_dataset.path=slow_rows:rows")
+    run.until_file("reading")
+    run.interrupt()
+    assert run.end(within=SOON) == 130, run.output
+    assert "interrupted" in run.output
+    assert "Traceback" not in run.output
+    assert not (lab.folder / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I11")
+def test_a_save_that_goes_on_when_the_run_is_interrupted_is_finished(lab: Any) -> None:
+    run = lab.at("save")
+    run.interrupt()
+    run.proceed()
+    check_interrupted(lab, run, run.end(within=SOON))
+    newest: Path = lab.run_dir() / "checkpoints" / "latest"
+    assert newest.resolve().name == "step-000004"
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_an_evaluation_of_its_own_leaves_nothing(lab: Any) -> None:
+    run = lab.start(
+        "eval",
+        "config.yaml",
+        "valid_dataset={path: 'task:rows', args: {name: valid, n: 2}}",
+        "rollout.reward_fn=task:hanging",
+    )
+    run.until_file("hanging")
+    run.interrupt()
+    assert run.end(within=SOON) == 130, run.output
+    assert "Traceback" not in run.output
+    assert not (lab.folder / "runs").exists()

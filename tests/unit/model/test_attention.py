@@ -1,0 +1,202 @@
+"""Packed attention against a naive float64 one, and what the attention function refuses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat.errors import ModelError
+from offbeat.generate.engine.cache import DecodeContext, SlotCache
+from offbeat.model.attention import (
+    PackedContext,
+    PackedLayout,
+    attention_forward,
+    key_bucket,
+    round_up,
+)
+
+CPU = torch.device("cpu")
+
+
+def layout_of(*lengths: int) -> PackedLayout:
+    return PackedLayout.build(lengths, device=CPU, dtype=torch.float32)
+
+
+def projections(n: int, heads: int, kv_heads: int, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n + heads)
+    return (
+        torch.randn(n, heads, dim, generator=generator),
+        torch.randn(n, kv_heads, dim, generator=generator),
+        torch.randn(n, kv_heads, dim, generator=generator),
+    )
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence ``[n, H, D]``, one query at a time, in float64."""
+    ratio = q.shape[1] // k.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for t, h in itertools.product(range(len(q)), range(q.shape[1])):
+        keys, values = (x[: t + 1, h // ratio].double() for x in (k, v))
+        out[t, h] = torch.softmax(scale * keys @ q[t, h].double(), 0) @ values
+    return out
+
+
+@pytest.mark.parametrize(
+    ("n", "bucket"), [(1, 16), (16, 16), (17, 32), (192, 192), (193, 384), (384, 384), (385, 576)]
+)
+def test_key_buckets_are_16_wide_up_to_192_and_192_wide_beyond(n: int, bucket: int) -> None:
+    assert key_bucket(n) == bucket
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (16,), (5, 1, 40, 5, 17), (3, 200, 3, 16), (191, 192, 193)]
+)
+def test_a_layout_places_every_token_once_and_restarts_positions(lengths: tuple[int, ...]) -> None:
+    layout = layout_of(*lengths)
+    assert layout.tokens % 16 == 0
+    assert layout.tokens - sum(lengths) in range(16)
+    rows = [torch.arange(100 * i, 100 * i + n) for i, n in enumerate(lengths)]
+    packed = layout.pack(rows)
+    for start, row in zip(layout.starts, rows, strict=True):
+        assert torch.equal(packed[start : start + len(row)], row)
+        assert torch.equal(layout.positions[start : start + len(row)], torch.arange(len(row)))
+    # Through the padded views and back, every token meets itself.
+    there = torch.cat([packed[g.gather] for g in layout.groups])
+    total = sum(lengths)
+    assert torch.equal(there[layout.scatter][:total], packed[:total])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1), (7, 1)])
+def test_packed_attention_is_the_naive_one_of_each_sequence(heads: int, kv_heads: int) -> None:
+    layout = layout_of(5, 1, 40, 18)
+    q, k, v = projections(layout.tokens, heads, kv_heads)
+    out = PackedContext(layout).attend(0, q, k, v, 0.3)
+    for start, n in zip(layout.starts, layout.lengths, strict=True):
+        rows = slice(start, start + n)
+        expected = naive(q[rows], k[rows], v[rows], 0.3)
+        torch.testing.assert_close(out[rows].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.invariant("I09")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (7, 1)])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_company(heads: int, kv_heads: int) -> None:
+    lengths = (5, 200, 1, 40, 191)
+    layout = layout_of(*lengths)
+    q, k, v = projections(layout.tokens, heads, kv_heads)
+    together = PackedContext(layout).attend(0, q, k, v, 0.3)
+    for start, n in zip(layout.starts, lengths, strict=True):
+        alone = layout_of(n)
+        index = torch.arange(alone.tokens).clamp(max=n - 1) + start
+        out = PackedContext(alone).attend(0, q[index], k[index], v[index], 0.3)
+        assert torch.equal(out[:n], together[start : start + n])
+
+
+@pytest.mark.invariant("I07")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1), (7, 1)])
+@pytest.mark.parametrize("n", [1, 15, 16, 190, 192, 193, 208, 384, 400])
+def test_a_decode_step_has_the_bits_of_the_packed_pass(n: int, heads: int, kv_heads: int) -> None:
+    """Slots of other lengths beside it, and NaN where a request has never been."""
+    layout = layout_of(n)
+    q, k, v = projections(layout.tokens, heads, kv_heads)
+    packed = PackedContext(layout).attend(0, q, k, v, 0.3)[n - 1]
+    cache = SlotCache(
+        layers=1, slots=16, kv_heads=kv_heads, head_dim=8, limit=450, dtype=q.dtype, device=CPU
+    )
+    cache.reserve(430)
+    cache.store(0, 3, k[: n - 1], v[: n - 1])
+    cache.store(0, 7, torch.randn(430, kv_heads, 8), torch.randn(430, kv_heads, 8))
+    for longest in sorted({n, 200, 430}):
+        if longest < n:
+            continue
+        positions = torch.full((16,), cache.scratch)
+        visible = torch.ones(16, dtype=torch.long)
+        positions[3], visible[3], positions[7], visible[7] = n - 1, n, longest - 1, longest
+        ctx = DecodeContext(cache, positions, visible, longest)
+        row = torch.zeros(16, dtype=torch.long)
+        row[3] = n - 1
+        out = ctx.attend(0, q[row], k[row], v[row], 0.3)
+        assert ctx.longest == longest
+        assert torch.equal(out[3], packed)
+
+
+def test_prefill_sees_the_keys_of_every_layer() -> None:
+    layout, seen = layout_of(5), []
+    q, k, v = projections(16, 4, 2)
+    ctx = PackedContext(layout, lambda layer, key, value: seen.append((layer, key, value)))
+    ctx.attend(3, q, k, v, 0.3)
+    assert seen == [(3, k, v)]
+    assert ctx.longest == 5
+
+
+# The function that transformers calls
+
+
+def call(**options: object) -> Tensor:
+    layer = torch.nn.Identity()
+    layer.layer_idx = options.pop("layer_idx", 2)
+    if "causal" in options:
+        layer.is_causal = options.pop("causal")
+    q, k, v = (x.transpose(0, 1)[None] for x in projections(16, 4, 2))
+    arguments = {"attention_mask": None, "ctx": PackedContext(layout_of(9, 7)), **options}
+    return attention_forward(layer, q, k, v, **arguments)[0]
+
+
+def test_scaling_defaults_to_one_over_the_root_of_the_head_size() -> None:
+    out = call()
+    assert out.shape == (1, 16, 4, 8)
+    q, k, v = projections(16, 4, 2)
+    torch.testing.assert_close(
+        out[0, 9:].double(), naive(q[9:], k[9:], v[9:], 8**-0.5), rtol=0, atol=1e-5
+    )
+    assert torch.equal(call(scaling=8**-0.5), out)
+    assert not torch.equal(call(scaling=0.1), out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 9},
+        {"sliding_window": None},
+        {"position_ids": torch.zeros(1)},
+        {"is_causal": True, "causal": True},
+        {"softcap": None, "s_aux": None},
+        {"output_router_logits": False},
+    ],
+)
+def test_options_that_change_nothing_are_accepted(options: dict[str, object]) -> None:
+    assert torch.equal(call(**options), call())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sliding_window": 8}, r"sliding_window=8 \(less than the 9 tokens in use\)"),
+        ({"softcap": 50.0}, "softcap=50.0"),
+        ({"s_aux": torch.zeros(4)}, "s_aux=a tensor"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+        ({"attention_mask": torch.zeros(1)}, "attention_mask=a tensor"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"causal": False}, "is_causal=False"),
+        ({"position_bias": 1, "dropout": 0.2}, "dropout=0.2, position_bias=1"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_layer_and_option(
+    options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"layer 2 \(Identity\) needs {named}: only standard"):
+        call(**options)
+
+
+@pytest.mark.parametrize("options", [{"ctx": None}, {"layer_idx": None}])
+def test_a_call_past_hidden_states_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(
+        ModelError, match="Identity was called without an offbeat attention context"
+    ):
+        call(**options)
+
+
+def test_round_up_is_the_next_multiple() -> None:
+    assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
