@@ -29,7 +29,8 @@ $(VENV)/.dev: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/offbeat model init models/reverse --keep
+	$(BIN)/offbeat model init models/reverse --keep --characters "0123456789abcdef=" --hidden 64 --heads 4 \
+		--head-dim 32 --intermediate 64 --max-len 64 --rope-theta 30 --initializer-range 0.12
 	$(BIN)/offbeat train recipes/reverse.yaml mode=async
 	@echo "the same on the beat: $(BIN)/offbeat train recipes/reverse.yaml mode=sync"
 

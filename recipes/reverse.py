@@ -57,7 +57,12 @@ def reward(
     answer: str,
     **columns: object,
 ) -> dict[str, float]:
-    """Right positions / max(digits, length given); ``exact`` is 1.0 for exactly the answer."""
+    """Right positions / max(digits, tokens given); ``exact`` is 1.0 for exactly the answer.
+
+    Length counts in tokens, the end token apart: special tokens do not show in the text, and an
+    answer that goes on with them instead of ending is not the answer.
+    """
     right = sum(given == wanted for given, wanted in zip(completions, answer, strict=False))
-    share = right / max(len(answer), len(completions))
-    return {"reward": share, "exact": float(completions == answer)}
+    length = max(len(answer), len(completions), len(completion_ids) - 1)
+    exact = completions == answer and length == len(answer)
+    return {"reward": right / length, "exact": float(exact)}

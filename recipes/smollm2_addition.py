@@ -1,12 +1,13 @@
-"""Small additions for an instruction model: "What is 7+12?", answered with just the number.
+"""Small additions for an instruction model: "What is 7+12?", answered with the number.
 
-A pretrained model often knows the sum and says too much around it; the reward teaches it to answer
-as asked.
+A small pretrained model talks around the sum and often misses it; the reward counts the number that
+its answer ends on.
 """
 
 from __future__ import annotations
 
 import random
+import re
 
 LARGEST = 20
 HELD_OUT_PAIRS = 24
@@ -43,10 +44,6 @@ def reward(
     answer: str,
     **columns: object,
 ) -> float:
-    """1.0 when the answer is the number and nothing else, otherwise 0.0.
-
-    White space around it and one final period are tolerated: "42." is a sentence that a model may
-        well be
-    right to end.
-    """
-    return float(completions.strip().removesuffix(".") == answer)
+    """1.0 when the last number of the answer is the sum, otherwise 0.0."""
+    numbers = re.findall(r"\d+", completions)
+    return float(bool(numbers) and numbers[-1] == answer)

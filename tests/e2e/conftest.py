@@ -32,6 +32,10 @@ def rows(n=8, length=4, name="train"):
     return [{"prompt": "1" * length + "=", "name": name, "number": i} for i in range(n)]
 
 
+def some_too_long(n=6):
+    return [row for i in range(n) for row in rows(1, length=70 if i % 3 == 0 else 4)]
+
+
 class Marked(RLVRWorkflow):
     """Leaves a file when the first prompt of a data set is asked."""
 

@@ -42,10 +42,12 @@ def check_failed(lab: Any, run: Any, code: int, *names: str) -> None:
     ("override", "named"),
     [
         ("model.path=absent", "absent"),
+        ("model.path=.", "no config.json"),
         ("train_dataset.path=absent.jsonl", "absent.jsonl"),
         ("train_dataset.path=task:absent", "'task' has no 'absent'"),
         ("train_dataset.columns={prompt: question}", "no column 'question'"),
         ("train_dataset.args={n: 0}", "empty"),
+        ("train_dataset.args={length: 70}", "71 tokens"),
         ("model.max_model_len=5000", "4096"),
         ("rollout.workflow=task:absent", "'task' has no 'absent'"),
         ("train_dataset.batch_size=0", "train_dataset.batch_size"),
@@ -85,21 +87,24 @@ def test_a_folder_that_holds_a_run_is_refused_and_not_touched(lab: Any) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_longer_than_the_context_are_counted_and_end_the_run_when_all_are(
-    lab: Any,
-) -> None:
-    run = lab.train("train_dataset.args={n: 3, length: 70}")
-    check_failed(lab, run, run.end(), "too long", "max_model_len")
-    assert lab.summary()["groups"]["dropped"]["too_long"] == 3
+@pytest.mark.invariant("I02")
+def test_prompts_longer_than_the_context_are_dropped_counted_and_replaced(lab: Any) -> None:
+    run = lab.train("train_dataset.path=task:some_too_long", "total_train_steps=3")
+    assert run.end() == 0, run.output
+    groups = lab.summary()["groups"]
+    # Six rows are an epoch; two of each six are too long.
+    assert groups["trained"] == 6
+    assert groups["dropped"]["too_long"] >= 2
+    assert groups["admitted"] == 6 + groups["dropped"]["too_long"]
+    assert "71 tokens" in run.output
 
 
 @pytest.mark.slow
 def test_a_prompt_longer_than_the_context_is_an_error_where_the_configuration_says_so(
     lab: Any,
 ) -> None:
-    run = lab.train("train_dataset.args={n: 3, length: 70}", "train_dataset.overlong_prompt=error")
-    code = run.end()
-    assert code in (1, 2), run.output
+    run = lab.train("train_dataset.path=task:some_too_long", "train_dataset.overlong_prompt=error")
+    assert run.end() == 2, run.output
     assert "71 tokens" in run.output
     assert "Traceback" not in run.output
 

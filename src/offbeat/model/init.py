@@ -85,27 +85,29 @@ def init_model(
     shape = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads}
     _check_shape({**shape, "kv_heads": kv_heads, "max_len": max_len}, head_dim)
     vocab = _vocabulary(characters, chat)
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_len,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=initializer_range,
-        tie_word_embeddings=tie,
-        pad_token_id=vocab["<pad>"],
-        bos_token_id=vocab["<bos>"],
-        eos_token_id=vocab["<eos>"],
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
-    )
     with new_folder(Path(out_dir), overwrite=overwrite) as folder:
+        # Inside: a folder that is refused answers before seconds of importing.
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(
+            vocab_size=len(vocab),
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=max_len,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+            initializer_range=initializer_range,
+            tie_word_embeddings=tie,
+            pad_token_id=vocab["<pad>"],
+            bos_token_id=vocab["<bos>"],
+            eos_token_id=vocab["<eos>"],
+            architectures=["LlamaForCausalLM"],
+            dtype="float32",
+        )
+
         parameters = _write_model(config, seed, folder)
         write_tokenizer(folder, characters=characters, max_len=max_len, chat=chat)
     return NewModel(path=Path(out_dir), parameters=parameters, vocab_size=len(vocab))

@@ -56,6 +56,8 @@ def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
             f"model init {cfg.model.path}`, import one with `offbeat model import FILE.gguf "
             f"{cfg.model.path}`, or name another"
         )
+    if not (Path(cfg.model.path) / "config.json").is_file():
+        raise ModelError(f"model.path: {cfg.model.path} has no config.json: not a model folder")
     codec = TextCodec.open(cfg.model.path)
     max_len = _max_len(cfg, codec)
     stream = open_stream(cfg, cfg.train_dataset, cfg.gconfig, codec, max_len, "train_dataset")

@@ -56,6 +56,14 @@ def test_reverse_refuses_a_number_of_rows_it_does_not_have(args: dict[str, Any])
         recipe("reverse:rows")(**args)
 
 
+def test_reverse_answer_that_goes_on_with_invisible_tokens_is_not_exact() -> None:
+    reward = recipe("reverse:reward")
+    ended = reward("asked", "654321", [1], [0] * 7, answer="654321")
+    going_on = reward("asked", "654321", [1], [0] * 8, answer="654321")
+    assert ended == {"reward": 1.0, "exact": 1.0}
+    assert going_on == {"reward": 6 / 7, "exact": 0.0}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -98,15 +106,15 @@ def test_addition_refuses_a_number_of_rows_it_does_not_have() -> None:
     ("given", "expected"),
     [
         ("19", 1.0),
-        (" 19\n", 1.0),
-        ("19.", 1.0),
-        ("19..", 0.0),
-        ("It is 19.", 0.0),
-        ("9", 0.0),
+        (" 19.", 1.0),
+        ("7 + 12 = 19", 1.0),
+        ("19, or 20", 0.0),
+        ("119", 0.0),
+        ("nineteen", 0.0),
         ("", 0.0),
     ],
 )
-def test_addition_reward_wants_the_number_and_nothing_else(given: str, expected: float) -> None:
+def test_addition_reward_counts_the_last_number(given: str, expected: float) -> None:
     assert score("smollm2_addition", given, "19") == expected
 
 
