@@ -262,14 +262,11 @@ def _print_end(run_dir: Path, summary: Summary) -> None:
 
 def _print_eval(result: EvalResult, as_json: bool) -> None:
     import json
-    import math
 
     metrics = {name: value for name, value in result.metrics().items() if name != "eval/version"}
     if as_json:
-        # The mean of no valid reward is NaN, which JSON does not have.
-        finite = {n: value if math.isfinite(value) else None for n, value in metrics.items()}
         counts = {"eval/prompts": result.prompts, "eval/skipped": result.skipped}
-        typer.echo(json.dumps({**finite, **counts}, allow_nan=False))
+        typer.echo(json.dumps({**metrics, **counts}, allow_nan=False))
         return
     for name, value in metrics.items():
         typer.echo(f"{name:<28} {value:.4g}")

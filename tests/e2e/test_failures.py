@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_a_reward_function_that_cannot_be_loaded_ends_the_run_before_a_model_is_
     assert "'task' has no 'absent'" in run.output
     assert lab.summary()["status"] == "failed"
     assert not (lab.run_dir() / "logs" / "trainer.log").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_load_the_model_shows_its_traceback_with_debug_only(lab: Any) -> None:
+    shutil.copytree(lab.folder / "model", lab.folder / "torn")
+    weights = lab.folder / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    run = lab.train("model.path=torn")
+    assert run.end() == 2, run.output
+    assert "loading the model at torn" in run.output
+    assert "Traceback" not in run.output
+    assert "--debug shows the traceback" in run.output
+    assert lab.summary()["status"] == "failed"
+    again = lab.train("model.path=torn", "trial_name=again", "--debug")
+    assert again.end() == 2
+    assert "SafetensorError" in again.output
+    assert "Traceback" in again.output
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_not_touched(lab: Any) -> None:
@@ -298,6 +316,17 @@ def test_two_runs_at_once_do_not_disturb_each_other(lab: Any) -> None:
 
     assert steady("one") == steady("two")
     assert len(steady("one")) == 2
+
+
+@pytest.mark.slow
+def test_of_two_runs_under_one_name_one_is_refused_and_the_other_goes_on(lab: Any) -> None:
+    runs = [lab.train(), lab.train()]
+    trained, refused = sorted(runs, key=lambda run: run.end())
+    assert trained.end() == 0, trained.output
+    assert refused.end() in (1, 2), refused.output
+    assert "config.yaml" in refused.output or "holds a run already" in refused.output
+    assert [step["step"] for step in lab.metrics()] == [1, 2]
+    assert lab.summary()["status"] == "completed"
 
 
 @pytest.mark.slow

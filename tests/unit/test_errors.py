@@ -73,6 +73,7 @@ def test_an_error_of_the_tree_passes_a_boundary_as_the_same_object() -> None:
     with pytest.raises(PromptTooLong) as caught, boundary(WorkerError, "anything"):
         raise error
     assert caught.value is error
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()])
