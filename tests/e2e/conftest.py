@@ -20,6 +20,7 @@ import yaml
 from offbeat.model.init import init_model
 
 TASK = '''
+import os
 import time
 from pathlib import Path
 
@@ -30,6 +31,14 @@ HERE = Path(__file__).parent
 
 def rows(n=8, length=4, name="train"):
     return [{"prompt": "1" * length + "=", "name": name, "number": i} for i in range(n)]
+
+
+def rows_of_two_runs():
+    """Comes back when a second run has come as far as this."""
+    (HERE / f"loading-{os.getpid()}").touch()
+    while len(list(HERE.glob("loading-*"))) < 2:
+        time.sleep(0.005)
+    return rows()
 
 
 def some_too_long(n=6):

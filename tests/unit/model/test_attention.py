@@ -100,14 +100,15 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_company(heads: int, kv_he
 def test_a_decode_step_has_the_bits_of_the_packed_pass(n: int, heads: int, kv_heads: int) -> None:
     """Slots of other lengths beside it, and NaN where a request has never been."""
     layout = layout_of(n)
-    q, k, v = projections(layout.tokens, heads, kv_heads)
+    dim = 64  # small heads take a kernel whose bits do not depend on the number of keys
+    q, k, v = projections(layout.tokens, heads, kv_heads, dim)
     packed = PackedContext(layout).attend(0, q, k, v, 0.3)[n - 1]
     cache = SlotCache(
-        layers=1, slots=16, kv_heads=kv_heads, head_dim=8, limit=450, dtype=q.dtype, device=CPU
+        layers=1, slots=16, kv_heads=kv_heads, head_dim=dim, limit=450, dtype=q.dtype, device=CPU
     )
     cache.reserve(430)
     cache.store(0, 3, k[: n - 1], v[: n - 1])
-    cache.store(0, 7, torch.randn(430, kv_heads, 8), torch.randn(430, kv_heads, 8))
+    cache.store(0, 7, torch.randn(430, kv_heads, dim), torch.randn(430, kv_heads, dim))
     for longest in sorted({n, 200, 430}):
         if longest < n:
             continue

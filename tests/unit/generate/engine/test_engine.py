@@ -67,6 +67,30 @@ def test_a_slot_on_another_row_of_a_larger_batch_changes_no_bit(
         assert same_bits(run(make_engine(slots=40), *order)[watched.request_id], alone)
 
 
+def test_a_token_depends_on_its_place_in_the_answer_not_in_the_context(
+    make_engine: MakeEngine, ask: Ask, run: Run, model: torch.nn.Module
+) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # every distribution is uniform
+    engine = make_engine(model=model)
+    answers = list(run(engine, *(ask(n, 20, seed=3) for n in (1, 5, 40))).values())
+    assert len({tuple(a.token_ids) for a in answers}) == 1
+    assert len(set(answers[0].token_ids)) > 5
+
+
+def test_after_a_crowd_the_lowest_slots_are_used_so_that_passes_stay_small(
+    make_engine: MakeEngine, ask: Ask, run: Run, model: torch.nn.Module
+) -> None:
+    engine = make_engine(slots=40, model=model)
+    run(engine, *(ask(4 + i, 2 + i % 7) for i in range(40)))
+    rows: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, __, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    run(engine, ask(3, 5))
+    assert rows == [16] * 5
+
+
 def test_more_requests_than_slots_start_in_order(make_engine: MakeEngine, ask: Ask) -> None:
     engine = make_engine(slots=2)
     requests = [ask(4 + i, n) for i, n in enumerate((6, 2, 2, 2, 2))]
@@ -180,6 +204,22 @@ def test_a_prompt_is_shared_as_long_as_any_slot_holds_it(
         assert same_bits(alone[request.request_id], together[request.request_id])
 
 
+def test_a_prompt_in_a_free_slot_stays_whole_while_others_decode(
+    make_engine: MakeEngine, ask: Ask, run: Run
+) -> None:
+    engine = make_engine(slots=4)
+    first, later = ask(30, 2, sibling=0), ask(30, 12, sibling=1)
+    engine.submit(first)
+    engine.submit(ask(12, 40))
+    for _ in range(10):
+        engine.step()
+    assert engine.finished == 1
+    together = run(engine, later)
+    assert engine.prefill_tokens == 30 + 12
+    alone = run(make_engine(), later)[later.request_id]
+    assert same_bits(alone, together[later.request_id])
+
+
 def test_siblings_that_alternate_with_another_prompts_share_too(
     make_engine: MakeEngine, ask: Ask, run: Run
 ) -> None:
@@ -251,6 +291,16 @@ def test_a_stop_token_is_kept_and_left_out_of_the_text(
     assert answer.text == codec.decode(answer.token_ids[:-1])
 
 
+def test_stop_tokens_of_the_last_request_in_a_slot_are_forgotten(
+    make_engine: MakeEngine, ask: Ask, run: Run
+) -> None:
+    request, engine = ask(9, 12, seed=3), make_engine(slots=1)
+    whole = run(engine, request)[request.request_id]
+    stops = tuple(whole.token_ids.tolist())
+    assert len(run(engine, ask(9, 12, seed=3, stop_token_ids=stops))["r1"].token_ids) == 1
+    assert same_bits(run(engine, request)[request.request_id], whole)
+
+
 def test_end_of_sequence_stops_unless_ignored(
     make_engine: MakeEngine, ask: Ask, run: Run, codec: TextCodec
 ) -> None:
@@ -285,11 +335,12 @@ def test_an_answer_of_nothing_but_end_of_sequence_is_an_empty_text(
 
 
 def plain_answer(run: Run, engine: Engine, ask: Ask) -> tuple[int, Completion]:
-    """A seed, and its answer of 12 tokens, each of which is one character."""
+    """A seed, and its answer of 12 tokens: one character each, the seventh for the first time."""
     requests = [ask(9, 12, seed=s) for s in range(50)]
     answers = run(engine, *requests)
+    texts = {r.seed: answers[r.request_id] for r in requests}
     return next(
-        (r.seed, answers[r.request_id]) for r in requests if len(answers[r.request_id].text) == 12
+        (s, a) for s, a in texts.items() if len(a.text) == 12 and a.text.index(a.text[6]) == 6
     )
 
 
@@ -312,8 +363,8 @@ def test_the_earliest_of_two_stop_strings_that_come_together_trims_the_text(
     seed, whole = plain_answer(run, make_engine(), ask)
     request = ask(9, 12, seed=seed, stop=(whole.text[6], whole.text[2:7]))
     answer = run(make_engine(), request)[request.request_id]
-    ends = [whole.text.index(whole.text[6]), whole.text.index(whole.text[2:7])]
-    assert answer.text == whole.text[: min(ends)]
+    assert len(answer.token_ids) == 7
+    assert answer.text == whole.text[:2]
 
 
 def test_a_stop_string_or_token_at_the_last_place_is_a_stop(

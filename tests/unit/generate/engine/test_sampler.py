@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -105,11 +105,15 @@ vocabularies = st.lists(
 
 
 @given(vocabularies, st.floats(0, 1, exclude_max=True))
+@example([1] * 512, 0.5)  # at the edge of a block
+@example([1] * 256 + [0] * 256 + [1] * 256, 0.5)
+@example([1, 1, 0, 2], 0.5)
 @settings(max_examples=150, deadline=None)
 def test_inverse_cdf_is_the_exact_scan_when_sums_are_exact(weights: list[int], u: float) -> None:
     p = torch.tensor([weights], dtype=torch.float32)
     drawn = int(inverse_cdf(p, torch.tensor([u], dtype=torch.float64)))
-    expected = exact_scan(weights, u)
+    expected, total = exact_scan(weights, u), sum(weights)
+    assert drawn == expected or Fraction(u) * total != Fraction(u * total)
     if drawn != expected:
         # Only u · total itself is rounded: the target must lie on the edge between the two.
         edge = sum(weights[: min(drawn, expected) + 1])
@@ -146,6 +150,15 @@ def test_inverse_cdf_of_rows_is_that_of_each_row(v: int) -> None:
     full = p.double().cumsum(-1)
     scan = (full <= u[:, None] * full[:, -1:]).sum(-1)
     assert torch.equal(inverse_cdf(p, u), scan)
+
+
+def test_the_largest_uniform_never_falls_off_the_end_onto_padding() -> None:
+    """Sums in another order differ in the last bit, and 200 is not a whole block."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.exp(4 * torch.randn(5000, 200, generator=generator))
+    p[:, 190:] = 0
+    drawn = inverse_cdf(p, torch.full((5000,), 1 - 2.0**-53, dtype=torch.float64))
+    assert bool((drawn == 189).all())
 
 
 def test_a_row_of_nan_gives_an_index_inside_the_vocabulary() -> None:
@@ -232,6 +245,27 @@ def test_equals_are_cut_in_index_order() -> None:
     tokens, logp = sample(torch.zeros(500, 9), rows(500, top_k=4), *streams(500))
     assert set(tokens.tolist()) == {0, 1, 2, 3}
     np.testing.assert_allclose(logp, np.log(0.25), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_p": 0.5}, 4),  # the fourth reaches the mass exactly
+        ({"top_p": 0.0}, 1),
+        ({"min_p": 1.0}, 8),
+        ({"top_k": 6, "top_p": 0.5}, 3),
+    ],
+)
+def test_edges_of_truncation_are_inclusive(options: dict[str, float], kept: int) -> None:
+    tokens, logp = sample(torch.zeros(500, 8), rows(500, **options), *streams(500))
+    assert set(tokens.tolist()) == set(range(kept))
+    np.testing.assert_allclose(logp, -np.log(kept), atol=1e-6)
+
+
+def test_top_p_counts_the_mass_that_top_k_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(500, 4)
+    tokens, _ = sample(logits, rows(500, top_k=2, top_p=0.55), *streams(500))
+    assert set(tokens.tolist()) == {0}  # 0.4 of 0.7 is more than 0.55
 
 
 def test_each_row_has_its_own_options_and_untruncated_rows_keep_their_bits() -> None:
