@@ -47,7 +47,7 @@ class LocalScheduler:
         grace: seconds a worker has for its own cleanup when the context ends.
     """
 
-    def __init__(self, log_dir: Path, *, grace: float = 5.0) -> None:
+    def __init__(self, log_dir: Path, *, grace: float = 2.0) -> None:
         self._log_dir = log_dir
         self._grace = grace
         self._token = secrets.token_hex(32)

@@ -73,8 +73,11 @@ def load_model(
             standard softmax attention.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     AttentionInterface.register(ATTENTION, attention_forward)
+    # A worker's log is read for errors, not for bars.
+    disable_progress_bar()
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(
             f"model.path: {path} is a folder without a config.json; is it a Hugging Face model?"

@@ -140,6 +140,9 @@ def step_line(step: int, metrics: Mapping[str, JsonValue], total: int | None = N
         f"grad {_show(metrics, 'actor/grad_norm', '.2f')}",
         _dropped(metrics),
     ]
+    invalid = metrics.get("reward/invalid_count")
+    if isinstance(invalid, int | float) and invalid > 0:
+        parts.append(f"invalid rewards {invalid:.0f}")
     return "  ".join(parts)
 
 

@@ -47,6 +47,7 @@ from offbeat.rollout.samples import to_samples
 from offbeat.types import (
     DropReason,
     GroupId,
+    Invalid,
     PolicyVersion,
     Prompt,
     RolloutGroup,
@@ -149,6 +150,7 @@ class Loop:
         self._admitted_at: dict[GroupId, float] = {}
         self._evaluation: _Evaluation | None = None
         self._tokens_written = 0
+        self._warned_of_invalid = False
 
     async def run(self) -> None:
         """Train all steps. Raises the first error that ends the run; no task outlives this call."""
@@ -223,8 +225,16 @@ class Loop:
             self._drop(group_id, outcome, engine.generated_tokens)
         else:
             self._manager.deliver(group_id, outcome)
+            self._warn_of_invalid(outcome)
             self._budget.record(outcome)
             self._changed.notify()
+
+    def _warn_of_invalid(self, group: RolloutGroup) -> None:
+        """Say once, with the reason, that rewards are missing; each step's line counts them."""
+        reasons = [r.reward.reason for r in group.rollouts if isinstance(r.reward, Invalid)]
+        if reasons and not self._warned_of_invalid:
+            self._warned_of_invalid = True
+            log.warning("a reward is invalid and leaves its rollout out: %s", reasons[0])
 
     def _drop(self, group_id: GroupId, outcome: Dropped, generated_tokens: int) -> None:
         self._manager.drop(group_id)
