@@ -279,11 +279,9 @@ class Engine:
         visible = torch.where(active, length, 1)
         ctx = DecodeContext(self._cache, write, visible, self._rows.longest(self._running))
         hidden = hidden_states(self._model, tokens, last, ctx)
-        weight, bias = output_head(self._model)
-        logits = torch.nn.functional.linear(hidden, weight, bias).float()
         slots = sorted(self._running)
         self.decode_tokens += len(slots)
-        finished = self._sample(slots, logits)
+        finished = self._sample(slots, self._logits(hidden))
         self.decode_spans.add(started, time.monotonic())
         return finished
 
