@@ -150,6 +150,12 @@ def test_console_line_is_one_line_that_fits_120_columns_with_its_first_drop_reas
         assert part in line
 
 
+def test_console_line_names_invalid_rewards_only_when_there_are_some() -> None:
+    assert step_line(3, {"reward/invalid_count": 7.0}).endswith("invalid rewards 7")
+    assert "invalid" not in step_line(3, {"reward/invalid_count": 0.0})
+    assert "invalid" not in step_line(3, {})
+
+
 def test_console_line_shows_what_was_not_measured_as_a_dash() -> None:
     line = step_line(1, {"reward/mean": math.nan})
     assert "reward nan" in line

@@ -383,6 +383,21 @@ async def test_a_group_with_one_valid_reward_is_dropped_and_with_two_trains_on_t
     assert rig.records()[0].metrics["reward/invalid_count"] == 1
 
 
+async def test_a_run_with_invalid_rewards_says_so_once_with_the_first_reason(
+    open_rig: OpenRig, one_turn: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = itertools.count()
+
+    def score(completion: Completion) -> Reward:
+        call = next(calls)
+        return Scored(value=1.0) if call % 4 else Invalid(reason=f"failure {call}")
+
+    rig = await open_rig(steps=3, n=4, workflow=one_turn(score))
+    await rig.run()
+    said = [m for m in caplog.messages if "a reward is invalid" in m]
+    assert said == ["a reward is invalid and leaves its rollout out: failure 0"]
+
+
 async def test_rewards_that_are_often_invalid_end_the_run_though_every_group_trains(
     open_rig: OpenRig, one_turn: Any
 ) -> None:
