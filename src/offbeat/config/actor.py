@@ -158,7 +158,14 @@ class ActorConfig(Section):
     """Optimizer steps per batch; whole groups go to each."""
 
     max_tokens_per_mb: PositiveInt = 16384
-    """Token budget of one packed micro-batch; no effect on gradients."""
+    """Token budget of one packed micro-batch; no effect on gradients. Tokens that siblings share
+    count once.
+    """
+
+    prefix_sharing: bool = True
+    """Compute the tokens that all siblings of a group begin with (the prompt) once per micro-batch;
+    no effect on gradients.
+    """
 
     eps_clip: UpToOne = 0.2
     """Ratios below 1 - eps_clip are clipped."""

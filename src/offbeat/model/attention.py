@@ -14,14 +14,16 @@ product blocks its keys at 192. So token rows are padded to multiples of 16, que
 of 4, keys to multiples of 16 up to 192 and of 192 beyond, and every sequence is attended from
 offset 0.
 
-Shapes: N packed tokens (padded), S sequences, L padded length, H query heads, K key heads,
-G = H / K, M query rows, T keys, D head size.
+Shapes: N packed tokens (padded), S sequences, H query heads, K key heads, G = H / K, M query rows,
+T keys, D head size.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -62,104 +64,264 @@ def attend_core(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: 
     """softmax(scale · q kᵀ + bias) v, the one formula every path goes through.
 
     Args:
-        query: [B, M, D], M a multiple of ``QUERY_ROWS``.
-        key, value: [B, T, D], T a ``key_bucket``.
-        bias: broadcastable to [B, M, T], 0 where visible and -inf where not; every row sees at
-            least one key.
+        query: [S, K, G, M, D], G · M a multiple of ``QUERY_ROWS``.
+        key, value: [S, K, T, D], T a ``key_bucket``.
+        bias: [S or 1, M, T], 0 where visible and -inf where not; every row sees at least one key.
         scale: factor on the scores.
+
+    Returns: [S, K, G, M, D].
     """
-    scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, dim=-1), value)
+    s, k, g, m, d = query.shape
+    probabilities = _probabilities(query, key, bias, scale)
+    return torch.bmm(probabilities, value.reshape(s * k, -1, d)).view(s, k, g, m, d)
+
+
+def _probabilities(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ + bias), [S · K, G · M, T]."""
+    s, k, g, m, d = query.shape
+    q, keys = query.reshape(s * k, g * m, d), key.reshape(s * k, -1, d).transpose(1, 2)
+    scores = torch.baddbmm(query.new_empty(1, 1, 1), q, keys, beta=0, alpha=scale)
+    scores.view(s, k * g, m, -1).add_(bias[:, None])
+    return torch.softmax(scores, dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceGroup:
-    """Sequences of one key bucket, as a view into the packed row.
+class AttentionBlock:
+    """Query rows of several sequences that are computed together: S blocks of M rows and T keys.
 
-    ``gather`` [S · L] maps the padded view to packed tokens (a padded place repeats the sequence's
-    last token: its result is never read back).
+    ``queries`` [S · M] and ``keys`` [S · T] are packed tokens (a place beyond the end repeats the
+    last token: as a key it is hidden, as a query its result goes nowhere); ``targets`` [S · M] says
+    where results go, with N for nowhere. ``bias``: see ``attend_core``.
     """
 
-    gather: Tensor
     sequences: int
-    length: int
+    queries: Tensor
+    targets: Tensor
+    keys: Tensor
     bias: Tensor
+
+    def query(self, rows: Tensor, kv_heads: int) -> Tensor:
+        """``rows`` [N, H, D] as [S, K, G, M, D]: heads that share a key head become extra rows."""
+        return self.by_query(rows.index_select(0, self.queries), kv_heads)
+
+    def by_query(self, rows: Tensor, kv_heads: int) -> Tensor:
+        """[S · M, H, D] as [S, K, G, M, D]."""
+        heads, dim = rows.shape[1:]
+        split = rows.view(self.sequences, -1, kv_heads, heads // kv_heads, dim)
+        return split.permute(0, 2, 3, 1, 4)
+
+    def by_key(self, rows: Tensor) -> Tensor:
+        """``rows`` [N, K, D] as [S, K, T, D]."""
+        kv_heads, dim = rows.shape[1:]
+        found = rows.index_select(0, self.keys).view(self.sequences, -1, kv_heads, dim)
+        return found.transpose(1, 2)
+
+    def to_rows(self, out: Tensor) -> Tensor:
+        """[S, K, G, M, D] as [S · M, H, D]."""
+        s, k, g, m, d = out.shape
+        return out.permute(0, 3, 1, 2, 4).reshape(s * m, k * g, d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Where each sequence of a packed row lies, and how it is viewed for attention.
+    """Where each segment of a packed row lies, and the blocks its attention is computed in.
 
-    ``tokens`` N counts the padding rows; ``positions`` [N] restarts at 0 in each sequence;
-    ``starts`` and ``lengths`` are per sequence, in the order given; ``scatter`` [N] maps packed
-    tokens to the concatenated padded views.
+    A segment is a sequence, or the continuation of an earlier segment, its parent, that others may
+    continue too: a prompt that siblings share is computed once. ``tokens`` N counts the padding
+    rows; ``positions`` [N] are places in the whole sequence, the parent included; ``starts`` and
+    ``lengths`` are per segment, in the order given; ``longest`` is the longest whole sequence.
     """
 
     tokens: int
+    longest: int
     positions: Tensor
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
-    groups: tuple[SequenceGroup, ...]
-    scatter: Tensor
+    blocks: tuple[AttentionBlock, ...]
 
     @classmethod
     def build(
-        cls, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype
+        cls,
+        lengths: Sequence[int],
+        *,
+        device: torch.device,
+        parents: Sequence[int | None] | None = None,
     ) -> PackedLayout:
-        """Lay out sequences of ``lengths`` one behind the other."""
-        starts: list[int] = []
-        total = 0
-        for n in lengths:
-            starts.append(total)
-            total += n
+        """Lay out segments of ``lengths`` (each at least 1) one behind the other.
+
+        ``parents`` gives for each segment the index of the one it continues, itself without a
+        parent; by default no segment has one.
+        """
+        parents = parents if parents is not None else [None] * len(lengths)
+        starts = tuple(accumulate(lengths, initial=0))[:-1]
+        prefixes = [
+            None if p is None else _Span(start=starts[p], length=lengths[p]) for p in parents
+        ]
+        total = sum(lengths)
         tokens = round_up(total, TOKEN_ROWS)
         positions = torch.zeros(tokens, dtype=torch.long)
-        scatter = torch.zeros(tokens, dtype=torch.long)
-        groups: list[SequenceGroup] = []
-        offset = 0
-        for bucket in sorted({key_bucket(n) for n in lengths}):
-            members = [i for i, n in enumerate(lengths) if key_bucket(n) == bucket]
-            place = torch.arange(bucket)
-            sizes = torch.tensor([lengths[i] for i in members])
-            begin = torch.tensor([starts[i] for i in members])
-            gather = begin[:, None] + torch.minimum(place[None, :], sizes[:, None] - 1)
-            real = place[None, :] < sizes[:, None]
-            packed = gather[real]
-            positions[packed] = place[None, :].expand(len(members), -1)[real]
-            scatter[packed] = offset + torch.arange(len(members) * bucket).view(-1, bucket)[real]
-            offset += len(members) * bucket
-            hidden = torch.ones(bucket, bucket, dtype=torch.bool).triu(1)
-            bias = torch.zeros(bucket, bucket, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            groups.append(
-                SequenceGroup(
-                    gather=gather.reshape(-1).to(device),
-                    sequences=len(members),
-                    length=bucket,
-                    bias=bias.to(device),
-                )
-            )
+        pieces: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
+        for start, n, prefix in zip(starts, lengths, prefixes, strict=True):
+            before = prefix.length if prefix else 0
+            positions[start : start + n] = torch.arange(before, before + n)
+            for first in range(0, n, KEY_BLOCK):
+                end = min(n, first + KEY_BLOCK)
+                piece = _Piece(start=start, first=first, end=end, prefix=prefix)
+                shape = (round_up(end - first, TOKEN_ROWS), key_bucket(before + end))
+                pieces[shape].append(piece)
         return cls(
             tokens=tokens,
+            longest=max(
+                len_ + (p.length if p else 0) for len_, p in zip(lengths, prefixes, strict=True)
+            ),
             positions=positions.to(device),
-            starts=tuple(starts),
+            starts=starts,
             lengths=tuple(lengths),
-            groups=tuple(groups),
-            scatter=scatter.to(device),
+            blocks=tuple(
+                _block(pieces[shape], *shape, nowhere=tokens, device=device)
+                for shape in sorted(pieces)
+            ),
         )
 
-    def pack(self, rows: Sequence[Tensor]) -> Tensor:
-        """The token ids of all sequences as one padded row ``[N]`` int64 (padding is id 0)."""
+    def pack(self, segments: Sequence[Tensor]) -> Tensor:
+        """The token ids of all segments as one padded row ``[N]`` int64 (padding is id 0)."""
         flat = torch.zeros(self.tokens, dtype=torch.long, device=self.positions.device)
-        for start, row in zip(self.starts, rows, strict=True):
-            flat[start : start + len(row)] = row
+        for start, segment in zip(self.starts, segments, strict=True):
+            flat[start : start + len(segment)] = segment
         return flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Packed tokens ``start .. start + length``."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Tokens ``first .. end`` of the segment at ``start``, which continues ``prefix``."""
+
+    start: int
+    first: int
+    end: int
+    prefix: _Span | None
+
+    def queries(self) -> Tensor:
+        return torch.arange(self.start + self.first, self.start + self.end)
+
+    def keys(self) -> Tensor:
+        own = torch.arange(self.start, self.start + self.end)
+        if self.prefix is None:
+            return own
+        begin = self.prefix.start
+        return torch.cat([torch.arange(begin, begin + self.prefix.length), own])
+
+    @property
+    def before(self) -> int:
+        """Keys that the first query sees besides itself."""
+        return self.first + (self.prefix.length if self.prefix else 0)
+
+
+def _block(
+    pieces: Sequence[_Piece], rows: int, keys: int, *, nowhere: int, device: torch.device
+) -> AttentionBlock:
+    """``pieces`` padded to ``rows`` queries and ``keys`` keys each."""
+    queries = [p.queries() for p in pieces]
+    visible = torch.tensor([p.before for p in pieces])
+    if bool((visible == visible[0]).all()):
+        visible = visible[:1]
+    place, row = torch.arange(keys), torch.arange(rows)
+    # A padded query sees what a longer piece would show it: at least the first key.
+    hidden = place[None, None, :] > visible[:, None, None] + row[None, :, None]
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return AttentionBlock(
+        sequences=len(pieces),
+        queries=torch.cat([_repeat_last(q, rows) for q in queries]).to(device),
+        targets=torch.cat([_pad(q, rows, nowhere) for q in queries]).to(device),
+        keys=torch.cat([_repeat_last(p.keys(), keys) for p in pieces]).to(device),
+        bias=bias.to(device),
+    )
+
+
+def _pad(index: Tensor, size: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(index, (0, size - len(index)), value=value)
+
+
+def _repeat_last(index: Tensor, size: int) -> Tensor:
+    return _pad(index, size, int(index[-1]))
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Block by block; the backward pass computes the probabilities again instead of keeping them.
+
+    What autograd would save per layer grows with the square of the lengths; here it is the
+    projections alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: Sequence[AttentionBlock],
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.blocks, ctx.scale = blocks, scale
+        kv_heads = key.shape[1]
+        # One row more, for results that go nowhere.
+        out = query.new_zeros(query.shape[0] + 1, *query.shape[1:])
+        for block in blocks:
+            q, k, v = block.query(query, kv_heads), block.by_key(key), block.by_key(value)
+            out.index_copy_(
+                0, block.targets, block.to_rows(attend_core(q, k, v, block.bias, scale))
+            )
+        return out[:-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value = ctx.saved_tensors
+        d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
+        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        for block in ctx.blocks:
+            dq, dk, dv = _block_gradient(block, query, key, value, grad, ctx.scale)
+            d_query.index_add_(0, block.queries, dq)
+            d_key.index_add_(0, block.keys, dk)
+            d_value.index_add_(0, block.keys, dv)
+        return d_query, d_key, d_value, None, None
+
+
+def _block_gradient(
+    block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block: [S · M, H, D] of its queries, [S · T, K, D] of keys and values."""
+    kv_heads, dim = key.shape[1:]
+    q, k, v = block.query(query, kv_heads), block.by_key(key), block.by_key(value)
+    s, _, g, m, _ = q.shape
+    p = _probabilities(q, k, block.bias, scale)
+    flat_k, flat_v = (x.reshape(s * kv_heads, -1, dim) for x in (k, v))
+    flat_q = q.reshape(s * kv_heads, g * m, dim)
+    d_out = block.by_query(grad.index_select(0, block.targets), kv_heads).reshape(flat_q.shape)
+    d_p = torch.bmm(d_out, flat_v.transpose(1, 2))
+    # d softmax: p ∘ (dp − Σ p dp)
+    d_scores = p * (d_p - (p * d_p).sum(-1, keepdim=True))
+
+    def to_keys(x: Tensor) -> Tensor:
+        return x.view(s, kv_heads, -1, dim).transpose(1, 2).reshape(-1, kv_heads, dim)
+
+    d_q = torch.bmm(d_scores, flat_k).mul_(scale).view(q.shape)
+    d_k = torch.bmm(d_scores.transpose(1, 2), flat_q).mul_(scale)
+    return block.to_rows(d_q), to_keys(d_k), to_keys(torch.bmm(p.transpose(1, 2), d_out))
 
 
 class PackedContext:
     """Causal attention within each sequence of a packed row.
 
-    ``store(layer, key, value)`` sees the keys and values ``[N, K, D]`` of every layer; prefill
-    keeps them. ``longest``: see ``AttentionContext``; by default that of ``layout``.
+    ``store(layer, key, value)`` sees the keys and values ``[N, K, D]`` of every layer. ``longest``:
+    see ``AttentionContext``; by default that of ``layout``.
     """
 
     def __init__(
@@ -171,34 +333,15 @@ class PackedContext:
     ) -> None:
         self._layout = layout
         self._store = store
-        self.longest = max(layout.lengths) if longest is None else longest
+        self.longest = layout.longest if longest is None else longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self._store is not None:
             self._store(layer, key, value)
-        out = [self._attend_group(g, query, key, value, scale) for g in self._layout.groups]
-        flat = out[0] if len(out) == 1 else torch.cat(out)
-        return flat.index_select(0, self._layout.scatter)
-
-    @staticmethod
-    def _attend_group(
-        g: SequenceGroup, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
-        ratio = heads // kv_heads
-        # Query heads that share a key head become extra query rows: nothing is repeated.
-        q = query.index_select(0, g.gather).view(g.sequences, g.length, kv_heads, ratio, dim)
-        q = q.permute(0, 2, 3, 1, 4).reshape(g.sequences * kv_heads, ratio * g.length, dim)
-        k, v = (
-            x.index_select(0, g.gather)
-            .view(g.sequences, g.length, kv_heads, dim)
-            .transpose(1, 2)
-            .reshape(g.sequences * kv_heads, g.length, dim)
-            for x in (key, value)
-        )
-        bias = g.bias.repeat(ratio, 1) if ratio > 1 else g.bias
-        o = attend_core(q, k, v, bias, scale).view(g.sequences, kv_heads, ratio, g.length, dim)
-        return o.permute(0, 3, 1, 2, 4).reshape(g.sequences * g.length, heads, dim)
+        # Under autocast the rotary embedding returns float32, the value projection bfloat16.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out: Tensor = _PackedAttention.apply(query, key, value, self._layout.blocks, scale)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return out
 
 
 _HARMLESS = frozenset(

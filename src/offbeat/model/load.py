@@ -134,7 +134,7 @@ def _probe(model: PreTrainedModel, max_len: int) -> None:
     """
     seen: list[int] = []
     device = model.device
-    layout = PackedLayout.build([5], device=device, dtype=model.dtype)
+    layout = PackedLayout.build([5], device=device)
     longest = max(max_len, *layout.lengths)
     ctx = PackedContext(layout, lambda layer, _k, _v: seen.append(layer), longest=longest)
     tokens = torch.zeros(layout.tokens, dtype=torch.long, device=device)

@@ -32,7 +32,7 @@ from offbeat.errors import NonFiniteLoss, TrainingError, WeightSyncError
 from offbeat.seeds import derive
 from offbeat.train.batch import TrainBatch
 from offbeat.train.engine import TrainEngine
-from offbeat.train.pack import pack, split_minibatches
+from offbeat.train.pack import pack_siblings, split_minibatches
 from offbeat.train.report import StepSums
 from offbeat.types import PolicyVersion, StepReport, TrainSample
 
@@ -154,7 +154,9 @@ class PPOActor:
         Returns the step and the rows of its minibatches, those without a token in the loss left
         out: they have no gradient.
         """
-        batch = TrainBatch.build(samples, self._engine.device)
+        batch = TrainBatch.build(
+            samples, self._engine.device, share_prefixes=self._config.prefix_sharing
+        )
         _check_versions(batch, produce)
         _require_finite(batch.rewards, batch.group_ids, "reward", produce)
         advantage = self._advantages(batch)
@@ -229,9 +231,18 @@ class PPOActor:
         return out
 
     def _micro_batches(self, batch: TrainBatch, rows: Sequence[int]) -> list[list[int]]:
-        """``rows`` of ``batch`` cut by the token budget."""
-        lengths = [len(batch.tokens[r]) for r in rows]
-        return [[rows[i] for i in part] for part in pack(lengths, self._config.max_tokens_per_mb)]
+        """``rows`` of ``batch`` cut by the token budget; those the policy wrote nothing in are left
+        out.
+        """
+        rows = [r for r in rows if batch.row_tokens[r]]
+        groups, shared = batch.group_ids.tolist(), batch.shared.tolist()
+        parts = pack_siblings(
+            [len(batch.tokens[r]) for r in rows],
+            [groups[r] for r in rows],
+            [shared[r] for r in rows],
+            self._config.max_tokens_per_mb,
+        )
+        return [[rows[i] for i in part] for part in parts]
 
     # Minibatches
 

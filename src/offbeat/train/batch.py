@@ -9,6 +9,7 @@ Shapes: R rows, P policy tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import TrainingError
-from offbeat.types import TrainSample
+from offbeat.types import GroupId, IntArray, TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,9 @@ class TrainBatch:
     ``tokens``: R tensors [T_r] int64. ``targets``: R tensors, places of the policy's tokens in
     their row, each ≥ 1. Per policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64,
     ``seq_id`` int64 in 0..R-1. Per row, [R]: ``row_tokens`` int64 policy tokens, ``rewards``
-    float32, ``truncated`` bool, ``group_ids`` int64.
+    float32, ``truncated`` bool, ``group_ids`` int64, ``shared`` int64: leading tokens that the
+    model reads in every row of the group, so that one forward pass can compute them once (0 where
+    that is off).
     """
 
     tokens: tuple[Tensor, ...]
@@ -39,9 +42,12 @@ class TrainBatch:
     rewards: Tensor
     truncated: Tensor
     group_ids: Tensor
+    shared: Tensor
 
     @classmethod
-    def build(cls, samples: Sequence[TrainSample], device: torch.device) -> TrainBatch:
+    def build(
+        cls, samples: Sequence[TrainSample], device: torch.device, *, share_prefixes: bool = True
+    ) -> TrainBatch:
         """Convert samples; raises TrainingError when there is no policy token to train on."""
         if not any(s.loss_mask.any() for s in samples):
             raise TrainingError(
@@ -70,6 +76,9 @@ class TrainBatch:
             rewards=torch.tensor([s.reward for s in samples], device=device),
             truncated=torch.tensor([s.truncated for s in samples], device=device),
             group_ids=torch.tensor([s.group_id for s in samples], device=device),
+            shared=torch.tensor(
+                _shared_prefixes(samples) if share_prefixes else [0] * len(samples), device=device
+            ),
         )
 
     @property
@@ -104,4 +113,33 @@ class TrainBatch:
             rewards=self.rewards[index],
             truncated=self.truncated[index],
             group_ids=self.group_ids[index],
+            shared=self.shared[index],
         )
+
+
+def _shared_prefixes(samples: Sequence[TrainSample]) -> list[int]:
+    """Per row, the leading tokens it has in common with all rows of its group; 0 when alone.
+
+    A row is read up to the token before its last policy token: nothing is predicted from later
+    ones. Rows without a policy token are not read at all.
+    """
+    read: dict[GroupId, dict[int, IntArray]] = defaultdict(dict)
+    for row, sample in enumerate(samples):
+        places = np.flatnonzero(sample.loss_mask)
+        if len(places):
+            read[sample.group_id][row] = sample.tokens[: places[-1]]
+    shared = [0] * len(samples)
+    for rows in read.values():
+        if len(rows) > 1:
+            common = _common_prefix(list(rows.values()))
+            for row in rows:
+                shared[row] = common
+    return shared
+
+
+def _common_prefix(rows: Sequence[IntArray]) -> int:
+    """Number of leading tokens that all ``rows`` have in common."""
+    shortest = min(len(r) for r in rows)
+    first = rows[0][:shortest]
+    differs = np.any([r[:shortest] != first for r in rows[1:]], axis=0)
+    return int(differs.argmax()) if differs.any() else shortest

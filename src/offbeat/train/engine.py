@@ -19,10 +19,11 @@ from torch import Tensor
 from offbeat.algo.logprobs import chunked_logprobs
 from offbeat.config import OptimizerConfig
 from offbeat.errors import NonFiniteLoss
-from offbeat.model.attention import TOKEN_ROWS, PackedContext, PackedLayout, round_up
+from offbeat.model.attention import TOKEN_ROWS, PackedContext, round_up
 from offbeat.model.load import hidden_states, output_head
 from offbeat.train.batch import TrainBatch
 from offbeat.train.optim import build_optimizer, build_scheduler
+from offbeat.train.packed import PackedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,20 +100,18 @@ class SingleDeviceEngine:
         return float(self._scheduler.get_last_lr()[0])
 
     def logprobs(self, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        layout = PackedLayout.build(
-            [len(t) for t in rows.tokens], device=self.device, dtype=torch.float32
-        )
-        tokens = layout.pack(rows.tokens)
-        places = torch.cat([t + s for t, s in zip(rows.targets, layout.starts, strict=True)])
-        count = len(places)
-        places = torch.nn.functional.pad(places, (0, round_up(count, TOKEN_ROWS) - count), value=1)
+        packed = PackedRows.build(rows)
+        layout, count = packed.layout, len(packed.states)
+        padding = (0, round_up(count, TOKEN_ROWS) - count)
+        states = torch.nn.functional.pad(packed.states, padding)
+        targets = torch.nn.functional.pad(packed.targets, padding)
         autocast = self._compute_dtype is not torch.float32
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
-            hidden = hidden_states(self._model, tokens, layout.positions, PackedContext(layout))
-        # The state before a token predicts it.
-        states = hidden.index_select(0, places - 1).to(self._compute_dtype)
+            ctx = PackedContext(layout)
+            hidden = hidden_states(self._model, packed.tokens, layout.positions, ctx)
+        predicting = hidden.index_select(0, states).to(self._compute_dtype)
         weight, bias = output_head(self._model)
-        logp, entropy = chunked_logprobs(states, weight, bias, tokens[places], temperature)
+        logp, entropy = chunked_logprobs(predicting, weight, bias, targets, temperature)
         return logp[:count], entropy[:count]
 
     def backward(self, loss: Tensor) -> None:

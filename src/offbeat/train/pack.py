@@ -35,11 +35,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         [[1], [0, 2], [3]]
     """
     for row, length in enumerate(lengths):
-        if length > budget:
-            raise TrainingError(
-                f"row {row} has {length} tokens, more than the micro-batch budget of {budget}; "
-                "raise max_tokens_per_mb or shorten prompts and answers"
-            )
+        _require_fits(row, length, budget)
     bins: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -53,6 +49,53 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[chosen].append(row)
         room[chosen] -= lengths[row]
     return [sorted(rows) for rows in bins]
+
+
+def _require_fits(row: int, length: int, budget: int) -> None:
+    if length > budget:
+        raise TrainingError(
+            f"row {row} has {length} tokens, more than the micro-batch budget of {budget}; "
+            "raise max_tokens_per_mb or shorten prompts and answers"
+        )
+
+
+def pack_siblings(
+    lengths: Sequence[int], group_ids: Sequence[int], shared: Sequence[int], budget: int
+) -> list[list[int]]:
+    """Partition rows into bins of at most `budget` computed tokens, siblings together.
+
+    The first `shared` tokens of a group's rows count once per bin. A group that fits a bin goes into
+    one; a larger one is cut into as few parts as its order allows, each of which pays for the shared
+    tokens.
+
+    Args:
+        lengths: tokens of each row. group_ids: the group of each row. shared: leading tokens of
+            each row that all rows of its group have, the same number for all of them (or 0).
+        budget: tokens per bin.
+
+    Returns:
+        Bins of ascending row indices, every row in exactly one.
+
+    Raises:
+        TrainingError: a row is longer than the budget.
+    """
+    parts: list[list[int]] = []
+    costs: list[int] = []
+    latest: dict[tuple[int, int], int] = {}
+    for row, length in enumerate(lengths):
+        _require_fits(row, length, budget)
+        # A row that shares nothing stands alone.
+        key = (group_ids[row], shared[row]) if shared[row] else (-1, -row)
+        part = latest.get(key)
+        if part is not None and costs[part] + length - shared[row] <= budget:
+            parts[part].append(row)
+            costs[part] += length - shared[row]
+        else:
+            latest[key] = len(parts)
+            parts.append([row])
+            costs.append(length)
+    bins = pack(costs, budget)
+    return [sorted(row for part in chosen for row in parts[part]) for chosen in bins]
 
 
 def split_minibatches(group_ids: Sequence[int], n: int, seed: int) -> list[list[int]]:

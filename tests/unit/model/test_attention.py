@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def layout_of(*lengths: int) -> PackedLayout:
-    return PackedLayout.build(lengths, device=CPU, dtype=torch.float32)
+    return PackedLayout.build(lengths, device=CPU)
 
 
 def projections(n: int, heads: int, kv_heads: int, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,10 +63,12 @@ def test_a_layout_places_every_token_once_and_restarts_positions(lengths: tuple[
     for start, row in zip(layout.starts, rows, strict=True):
         assert torch.equal(packed[start : start + len(row)], row)
         assert torch.equal(layout.positions[start : start + len(row)], torch.arange(len(row)))
-    # Through the padded views and back, every token meets itself.
-    there = torch.cat([packed[g.gather] for g in layout.groups])
-    total = sum(lengths)
-    assert torch.equal(there[layout.scatter][:total], packed[:total])
+    # Every token is a query of one block, and its result goes to its own place.
+    targets = torch.cat([b.targets for b in layout.blocks])
+    queries = torch.cat([b.queries for b in layout.blocks])
+    real = targets < layout.tokens
+    assert torch.equal(targets[real], queries[real])
+    assert sorted(targets[real].tolist()) == list(range(sum(lengths)))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1), (7, 1)])

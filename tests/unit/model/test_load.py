@@ -79,7 +79,7 @@ def eager_logprobs(folder: Path, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def packed_logprobs(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
-    layout = PackedLayout.build([len(r) for r in rows], device=CPU, dtype=torch.float32)
+    layout = PackedLayout.build([len(r) for r in rows], device=CPU)
     hidden = hidden_states(model, layout.pack(rows), layout.positions, PackedContext(layout))
     logits = torch.nn.functional.linear(hidden, *output_head(model)).double()
     full = torch.log_softmax(logits, -1)

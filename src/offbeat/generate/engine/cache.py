@@ -100,8 +100,7 @@ class DecodeContext:
         self._keys = key_bucket(longest)
         hidden = torch.arange(self._keys, device=positions.device)[None, :] >= visible[:, None]
         bias = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=positions.device)
-        kv_heads = cache.keys.shape[2]
-        self._bias = bias.masked_fill_(hidden, -torch.inf).repeat_interleave(kv_heads, 0)[:, None]
+        self._bias = bias.masked_fill_(hidden, -torch.inf)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         n, heads, dim = query.shape
@@ -110,10 +109,8 @@ class DecodeContext:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows, :, self._positions] = key
         values[self._rows, :, self._positions] = value
-        q = query.new_zeros(n * kv_heads, round_up(ratio, QUERY_ROWS), dim)
-        q[:, :ratio] = query.reshape(n * kv_heads, ratio, dim)
-        k, v = (
-            c[:n, :, : self._keys].reshape(n * kv_heads, self._keys, dim) for c in (keys, values)
-        )
+        q = query.new_zeros(n, kv_heads, round_up(ratio, QUERY_ROWS), 1, dim)
+        q[:, :, :ratio, 0] = query.reshape(n, kv_heads, ratio, dim)
+        k, v = (c[:n, :, : self._keys] for c in (keys, values))
         o = attend_core(q, k, v, self._bias, scale)
-        return o[:, :ratio].reshape(n, heads, dim)
+        return o[:, :, :ratio, 0].reshape(n, heads, dim)

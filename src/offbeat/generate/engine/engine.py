@@ -240,7 +240,7 @@ class Engine:
         started = time.monotonic()
         owners = [slots[0] for slots in fresh.values()]
         lengths = [self._running[s].prompt_len for s in owners]
-        layout = PackedLayout.build(lengths, device=self._device, dtype=self._model.dtype)
+        layout = PackedLayout.build(lengths, device=self._device)
 
         def store(layer: int, key: Tensor, value: Tensor) -> None:
             for slot, begin, n in zip(owners, layout.starts, lengths, strict=True):

@@ -78,7 +78,7 @@ def packed_logprobs(
     """Log-probs of all answers by one packed pass, concatenated, float32 nats."""
     device = model.device
     rows = [torch.from_numpy(np.concatenate([r.prompt_ids, c.token_ids])) for r, c in pairs]
-    layout = PackedLayout.build([len(x) for x in rows], device=device, dtype=model.dtype)
+    layout = PackedLayout.build([len(x) for x in rows], device=device)
     ctx = PackedContext(layout)
     tokens = layout.pack([x.to(device) for x in rows])
     hidden = hidden_states(model, tokens, layout.positions, ctx)
