@@ -107,6 +107,8 @@ def worker_spec(model_path: Path) -> WorkerSpec:
         max_new_tokens=8,
         total_steps=4,
         actor=ACTOR,
+        # The rows and the updates computed here are of models as they are loaded.
+        onednn_linears=False,
     )
     return WorkerSpec(name="trainer", target=TARGET, payload=encode(spec))
 

@@ -33,5 +33,10 @@ class ModelConfig(Section):
     device: Device = "auto"
     """auto takes the GPU when there is one."""
 
+    onednn_linears: bool | None = None
+    """Linear layers on the CPU through oneDNN, in generator and trainer alike; null: where they
+    prove right and repeatable at start-up. Other bits than the ordinary product, and faster.
+    """
+
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer, tokens; null: the model's own limit."""

@@ -19,7 +19,7 @@ class GeneratorSpec:
     """What a generator process needs to start.
 
     ``max_len`` is the most tokens (prompt plus answer) of one request; ``dtype`` null is the
-    device's default.
+    device's default; ``onednn_linears``: see ``ModelConfig``.
     """
 
     model_path: str
@@ -27,6 +27,7 @@ class GeneratorSpec:
     device: str
     slots: int
     max_len: int
+    onednn_linears: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class EngineInfo:
 
     ``bitwise``: cached decode and the packed training pass gave equal bits on this machine, with
     these threads; otherwise ``max_error`` is their largest difference in log-prob (nats).
+    ``onednn``: linear layers go through oneDNN (``model/linear.py``).
     """
 
     device: str
@@ -43,6 +45,7 @@ class EngineInfo:
     bitwise: bool
     max_error: float
     parameters: int
+    onednn: bool
 
 
 class RemoteGenerator:

@@ -25,9 +25,10 @@ from offbeat.generate.client import EngineInfo, GeneratorSpec
 from offbeat.generate.engine.engine import Engine
 from offbeat.generate.engine.selfcheck import compare_paths
 from offbeat.launch.codec import decode
+from offbeat.model.linear import pack_for_inference, use_onednn
 from offbeat.model.load import load_model, resolve_device, resolve_dtype
 from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
-from offbeat.weights.memory import MemorySubscriber
+from offbeat.weights.memory import MemorySubscriber, Parameters
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -216,6 +217,8 @@ def _load(spec: GeneratorSpec) -> tuple[Engine, MemorySubscriber, EngineInfo]:
     dtype = resolve_dtype(spec.dtype, device)
     model = load_model(spec.model_path, dtype=dtype, device=device, max_len=spec.max_len)
     codec = TextCodec.open(spec.model_path)
+    onednn = use_onednn(spec.onednn_linears, dtype, model)
+    live = pack_for_inference(model) if onednn else Parameters(dict(model.named_parameters()))
 
     def engine(slots: int) -> Engine:
         return Engine(
@@ -229,16 +232,16 @@ def _load(spec: GeneratorSpec) -> tuple[Engine, MemorySubscriber, EngineInfo]:
     check = compare_paths(model, engine(TEST_SLOTS), max_len=spec.max_len)
     if not check.bitwise:
         log.warning("cached decode and packed forward differ by up to %.1e nats", check.max_error)
-    parameters = dict(model.named_parameters())
     info = EngineInfo(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         bitwise=check.bitwise,
         max_error=check.max_error,
-        parameters=sum(p.numel() for p in parameters.values()),
+        parameters=sum(t.numel() for t in live.tensors.values()),
+        onednn=onednn,
     )
-    return engine(spec.slots), MemorySubscriber(parameters), info
+    return engine(spec.slots), MemorySubscriber(live), info
 
 
 TEST_SLOTS = 4

@@ -1,7 +1,7 @@
 """Load a Hugging Face decoder and call it on packed rows.
 
 Owns: choosing the attention function, refusing what we would compute wrongly (naming it), and the
-two halves of a forward pass that engine and trainer share: ``hidden_states`` and ``output_head``.
+hidden states that engine and trainer share; the output head is ``linear.output_head``.
 Knows no cache, no loss.
 """
 
@@ -22,6 +22,7 @@ from offbeat.model.attention import (
     PackedLayout,
     attention_forward,
 )
+from offbeat.model.linear import output_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,12 +106,6 @@ def hidden_states(
     return hidden
 
 
-def output_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, hidden]`` and bias ``[V]`` (or None) that turn hidden states into logits."""
-    head = model.get_output_embeddings()
-    return head.weight, getattr(head, "bias", None)
-
-
 def _refuse_unsupported(config: Any) -> None:
     for name in _UNSUPPORTED:
         value = getattr(config, name, None)
@@ -159,8 +154,7 @@ def _require_plain_head(
         use_cache=False,
         ctx=PackedContext(layout),
     )
-    weight, bias = output_head(model)
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = output_head(model).logits(hidden).float()
     if not torch.allclose(out.logits[0].float(), logits, rtol=1e-2, atol=1e-3, equal_nan=True):
         raise ModelError(
             f"{type(model).__name__} does more to its logits than its output layer: "

@@ -173,6 +173,7 @@ class PPOTrainer:
             max_new_tokens=cfg.gconfig.max_new_tokens,
             total_steps=self.inputs.steps,
             actor=cfg.actor,
+            onednn_linears=cfg.model.onednn_linears,
         )
         return WorkerSpec(
             name="trainer",
@@ -189,6 +190,7 @@ class PPOTrainer:
             device=cfg.model.device,
             slots=cfg.generator.slots,
             max_len=self.inputs.max_len,
+            onednn_linears=cfg.model.onednn_linears,
         )
         return [
             WorkerSpec(
@@ -328,10 +330,11 @@ async def _start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[
 
 def _report_engine(info: EngineInfo) -> None:
     log.info(
-        "%s parameters, %s on %s, %d thread%s; cached decode and training pass agree %s",
+        "%s parameters, %s on %s%s, %d thread%s; cached decode and training pass agree %s",
         f"{info.parameters:,}",
         info.dtype,
         info.device,
+        " (oneDNN linears)" if info.onednn else "",
         info.threads,
         "" if info.threads == 1 else "s",
         "bit for bit" if info.bitwise else f"to {info.max_error:.0e} nats",

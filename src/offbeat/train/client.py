@@ -19,6 +19,7 @@ class TrainerSpec:
     """What a trainer process needs to start.
 
     ``dtype`` is what matrix products are computed in (weights and optimizer state are float32);
+    ``onednn_linears``: see ``ModelConfig``;
     ``temperature`` and ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of
     updates of the run (learning-rate schedule).
     """
@@ -31,6 +32,7 @@ class TrainerSpec:
     max_new_tokens: int
     total_steps: int
     actor: ActorConfig
+    onednn_linears: bool | None = None
 
 
 class RemoteTrainer:

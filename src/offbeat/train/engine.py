@@ -20,7 +20,8 @@ from offbeat.algo.logprobs import chunked_logprobs
 from offbeat.config import OptimizerConfig
 from offbeat.errors import NonFiniteLoss
 from offbeat.model.attention import TOKEN_ROWS, PackedContext, round_up
-from offbeat.model.load import hidden_states, output_head
+from offbeat.model.linear import output_head
+from offbeat.model.load import hidden_states
 from offbeat.train.batch import TrainBatch
 from offbeat.train.optim import build_optimizer, build_scheduler
 from offbeat.train.packed import PackedRows
@@ -110,8 +111,10 @@ class SingleDeviceEngine:
             ctx = PackedContext(layout)
             hidden = hidden_states(self._model, packed.tokens, layout.positions, ctx)
         predicting = hidden.index_select(0, states).to(self._compute_dtype)
-        weight, bias = output_head(self._model)
-        logp, entropy = chunked_logprobs(predicting, weight, bias, targets, temperature)
+        head = output_head(self._model)
+        logp, entropy = chunked_logprobs(
+            predicting, head.weight, head.bias, targets, temperature, linear=head.linear
+        )
         return logp[:count], entropy[:count]
 
     def backward(self, loss: Tensor) -> None:

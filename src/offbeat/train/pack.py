@@ -64,9 +64,9 @@ def pack_siblings(
 ) -> list[list[int]]:
     """Partition rows into bins of at most `budget` computed tokens, siblings together.
 
-    The first `shared` tokens of a group's rows count once per bin. A group that fits a bin goes into
-    one; a larger one is cut into as few parts as its order allows, each of which pays for the shared
-    tokens.
+    The first `shared` tokens of a group's rows count once per bin. A group that fits a bin goes
+    into one; a larger one is cut into as few parts as its order allows, each of which pays for the
+    shared tokens.
 
     Args:
         lengths: tokens of each row. group_ids: the group of each row. shared: leading tokens of

@@ -16,6 +16,7 @@ import torch
 
 from offbeat.launch.blob import read_blob
 from offbeat.launch.codec import decode
+from offbeat.model.linear import prepare_for_training, use_onednn
 from offbeat.model.load import load_model, resolve_device, resolve_dtype
 from offbeat.train.actor import PPOActor
 from offbeat.train.client import TrainerSpec
@@ -53,6 +54,8 @@ def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher]:
     device = resolve_device(spec.device)
     compute_dtype = resolve_dtype(spec.dtype, device)
     model = load_model(spec.model_path, dtype=torch.float32, device=device)
+    if compute_dtype is torch.float32 and use_onednn(spec.onednn_linears, compute_dtype, model):
+        prepare_for_training(model)
     engine = SingleDeviceEngine(
         model,
         compute_dtype=compute_dtype,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from offbeat.types import PolicyVersion, WeightUpdate
-from offbeat.weights.memory import MemoryPublisher, MemorySubscriber
+from offbeat.weights.memory import LiveWeights, MemoryPublisher, MemorySubscriber
 
 
 class WeightPublisher(Protocol):
@@ -47,7 +47,7 @@ class WeightChannel:
     """How to build both ends."""
 
     publisher: Callable[[Iterable[tuple[str, torch.Tensor]]], WeightPublisher]
-    subscriber: Callable[[Mapping[str, torch.Tensor]], WeightSubscriber]
+    subscriber: Callable[[Mapping[str, torch.Tensor] | LiveWeights], WeightSubscriber]
 
 
 CHANNELS: dict[str, WeightChannel] = {

@@ -17,9 +17,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -155,36 +157,87 @@ def _require_same(name: str, live: torch.Tensor, laid_out: torch.Tensor) -> None
         )
 
 
+class LiveWeights(Protocol):
+    """The weights of a model in use, and how new ones get into it."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Shape and dtype of every weight by its published name; values may be missing (meta)."""
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether the action of ``stage`` reads the tensors; else they go before it runs."""
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Prepare to take ``tensors`` over, the live weights untouched; the action does it.
+
+        May run while the model computes; the action never does, and is short. ``tensors`` has the
+        names and shapes of ``self.tensors``.
+        """
+
+    def read(self) -> Mapping[str, torch.Tensor]:
+        """Every weight with its values as they are now."""
+
+
+class Parameters:
+    """Live weights that are ordinary tensors: everything is copied into them by the action."""
+
+    reads_late = True
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        self._params = dict(params)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._params
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        def copy() -> None:
+            with torch.no_grad():
+                for name, source in tensors.items():
+                    self._params[name].copy_(source)
+
+        return copy
+
+    def read(self) -> Mapping[str, torch.Tensor]:
+        return self._params
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
     version: PolicyVersion
     memory: mmap.mmap
     views: dict[str, torch.Tensor]
-
-    def copy_into(self, params: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, source in self.views.items():
-                params[name].copy_(source)
+    take_over: Callable[[], None]
 
     def release(self) -> None:
-        self.views.clear()  # views must go before the mapping they point into
-        self.memory.close()
+        _unmap(self.memory, self.views)
+
+
+def _unmap(memory: mmap.mmap, views: dict[str, torch.Tensor]) -> None:
+    views.clear()  # views must go before the mapping they point into
+    memory.close()
 
 
 class MemorySubscriber:
-    """Copies published weights into live parameters, in place.
+    """Brings published weights into live ones.
 
     ``stage`` may run in another thread than ``commit``; one update is staged at a time. The file's
-    dtype may differ from the parameter's as long as both are floating point.
+    dtype may differ from the live weight's as long as both are floating point.
+
+    Args:
+        weights: the live weights; parameters by name are copied into in place, by ``commit``.
     """
 
-    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
-        self._params = dict(params)
+    def __init__(self, weights: Mapping[str, torch.Tensor] | LiveWeights) -> None:
+        self._live = Parameters(weights) if isinstance(weights, Mapping) else weights
         self._staged: _Staged | None = None
         self._lock = threading.Lock()  # guards the swap of _staged only
 
     def stage(self, update: WeightUpdate) -> None:
-        """Map ``update``, prove that it is what was announced and fits; replaces what was staged.
+        """Map ``update``, prove that it is what was announced and fits, prepare the live weights.
+
+        Replaces what was staged.
 
         Raises:
             WeightSyncError: gone, torn, of another digest, or a tensor that does not match.
@@ -200,6 +253,7 @@ class MemorySubscriber:
 
     def _open(self, update: WeightUpdate) -> _Staged:
         memory = _map(update)
+        views: dict[str, torch.Tensor] = {}
         try:
             with memoryview(memory) as content:
                 # Reading every byte also faults every page in, so that commit is a plain copy.
@@ -211,18 +265,26 @@ class MemorySubscriber:
                     )
                 layout = read_layout(content)
             self._require_match(layout)
-            return _Staged(version=update.version, memory=memory, views=_views(memory, layout))
+            views |= _views(memory, layout)
+            take_over = self._live.stage(views)
+            if not self._live.reads_late:
+                # Here and not in commit: to unmap a large file takes as long as a fast swap.
+                _unmap(memory, views)
         except BaseException:
-            memory.close()
+            # The error's traceback may hold one more view: the mapping goes with it then.
+            with suppress(BufferError):
+                _unmap(memory, views)
             raise
+        return _Staged(version=update.version, memory=memory, views=views, take_over=take_over)
 
     def _require_match(self, layout: Layout) -> None:
         specs = {placed.spec.name: placed.spec for placed in layout.tensors}
-        for name in sorted(specs.keys() ^ self._params.keys()):
+        tensors = self._live.tensors
+        for name in sorted(specs.keys() ^ tensors.keys()):
             where = "is published but unknown here" if name in specs else "is not published"
             raise WeightSyncError(f"tensor {name!r} {where}")
         for name, spec in specs.items():
-            live, dtype = self._params[name], DTYPES[spec.dtype]
+            live, dtype = tensors[name], DTYPES[spec.dtype]
             convertible = dtype.is_floating_point and live.dtype.is_floating_point
             if tuple(live.shape) != spec.shape or not (dtype == live.dtype or convertible):
                 raise WeightSyncError(
@@ -231,7 +293,7 @@ class MemorySubscriber:
                 )
 
     def commit(self, version: PolicyVersion) -> None:
-        """Copy the staged weights into the live parameters and let the mapping go.
+        """Make the staged weights the live ones and let the mapping go.
 
         The caller makes sure that no forward pass runs.
 
@@ -245,13 +307,13 @@ class MemorySubscriber:
                 raise WeightSyncError(f"commit of version {version}: {held} is staged")
             self._staged = None
         try:
-            staged.copy_into(self._params)
+            staged.take_over()
         finally:
             staged.release()
 
     def digest_of_live(self) -> str:
-        """Digest of the live parameters; equals the committed update's when every dtype agrees."""
-        return digest_of_params(self._params)
+        """Digest of the live weights; equals the committed update's when every dtype agrees."""
+        return digest_of_params(self._live.read())
 
     def discard(self) -> None:
         """Let go of what is staged, if anything."""

@@ -100,6 +100,29 @@ def test_a_repeated_token_is_counted_each_time() -> None:
     assert_close(*gradients(hidden, weight, bias, tokens, 0.7, (ones, None)))
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_products_computed_another_way_give_the_same_gradients(with_bias: bool) -> None:
+    hidden, weight, bias, tokens = problem(CHUNK + 5)
+    calls: list[tuple[int, ...]] = []
+
+    def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        calls.append(tuple(w.shape))
+        y = (w.double() @ x.double().t()).t().float()
+        return y if b is None else y + b
+
+    found = []
+    for options in ({"linear": linear}, {}):
+        inputs = leaves(hidden, weight, bias if with_bias else None, dtype=torch.float32)
+        logp, entropy = chunked_logprobs(*inputs, tokens, 0.7, **options)
+        (logp.sum() + entropy.sum()).backward()
+        found.append([logp.detach(), entropy.detach(), *(x.grad for x in inputs if x is not None)])
+    assert_close(found[0], [t.double() for t in found[1]])
+    # Of two chunks: logits, then again with the gradients of states and head.
+    head, states, last = (37, 12), (12, CHUNK), (12, 5)
+    turned = (12, 37)
+    assert calls == [head, head, head, turned, states, head, turned, last]
+
+
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 def test_large_logits_neither_overflow_nor_vanish(shift: float) -> None:
     hidden, weight, bias, tokens = problem(16)

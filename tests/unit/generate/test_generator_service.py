@@ -31,7 +31,13 @@ Run = Callable[..., dict[str, Completion]]
 V1, V2, V3 = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
 
 INFO = EngineInfo(
-    device="cpu", dtype="float32", threads=1, bitwise=True, max_error=0.0, parameters=1
+    device="cpu",
+    dtype="float32",
+    threads=1,
+    bitwise=True,
+    max_error=0.0,
+    parameters=1,
+    onednn=False,
 )
 
 

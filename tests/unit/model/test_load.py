@@ -13,10 +13,10 @@ from torch import Tensor
 from offbeat.errors import ModelError
 from offbeat.generate.engine.engine import Engine
 from offbeat.model.attention import PackedContext, PackedLayout
+from offbeat.model.linear import output_head
 from offbeat.model.load import (
     hidden_states,
     load_model,
-    output_head,
     resolve_device,
     resolve_dtype,
 )
@@ -81,7 +81,7 @@ def eager_logprobs(folder: Path, ids: Tensor) -> Tensor:
 def packed_logprobs(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
     layout = PackedLayout.build([len(r) for r in rows], device=CPU)
     hidden = hidden_states(model, layout.pack(rows), layout.positions, PackedContext(layout))
-    logits = torch.nn.functional.linear(hidden, *output_head(model)).double()
+    logits = output_head(model).logits(hidden).double()
     full = torch.log_softmax(logits, -1)
     return [full[s : s + len(r)] for s, r in zip(layout.starts, rows, strict=True)]
 

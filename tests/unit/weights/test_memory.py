@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -214,6 +214,72 @@ def test_commit_and_close_release_every_mapping() -> None:
         assert mappings() == before + 2
         subscriber.commit(V1)
         assert mappings() == before + 1
+    assert mappings() == before
+
+
+class Doubled:
+    """Live weights in a form of their own: twice the values, made by ``stage``."""
+
+    reads_late = False
+
+    def __init__(self, params: dict[str, torch.Tensor]) -> None:
+        self.tensors = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
+        self.held = {name: 2 * p for name, p in params.items()}
+        self.fails = False
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        new = {}
+        for name, view in tensors.items():
+            if self.fails:
+                raise RuntimeError(f"no room for {name}")
+            new[name] = 2 * view
+        return lambda: self.held.update(new)
+
+    def read(self) -> Mapping[str, torch.Tensor]:
+        return {name: p / 2 for name, p in self.held.items()}
+
+
+def test_live_weights_of_another_form_are_prepared_by_stage_and_swapped_by_commit() -> None:
+    source = {"w": torch.arange(4.0), "b": torch.ones(2)}
+    live = Doubled(zeros_like(source))
+    with MemoryPublisher(source.items()) as publisher:
+        update = publisher.publish(V1)
+        subscriber = MemorySubscriber(live)
+        before = mappings()
+        subscriber.stage(update)
+        assert mappings() == before
+        assert not live.held["w"].any()
+        source["w"].fill_(-1)
+        publisher.publish(V2)
+    subscriber.commit(V1)
+    assert live.held["w"].tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert subscriber.digest_of_live() == update.digest
+
+
+def test_live_weights_of_another_form_refuse_what_does_not_match() -> None:
+    live = Doubled({"w": torch.zeros(3)})
+    with MemoryPublisher([("w", torch.zeros(4))]) as publisher:
+        update = publisher.publish(V1)
+        with pytest.raises(WeightSyncError, match=r"published as torch\.float32 \(4,\)"):
+            MemorySubscriber(live).stage(update)
+
+
+def test_failure_to_prepare_is_a_failed_stage_that_holds_nothing() -> None:
+    live = Doubled({"w": torch.zeros(3)})
+    before = mappings()
+    with MemoryPublisher([("w", torch.ones(3))]) as publisher:
+        subscriber = MemorySubscriber(live)
+        update = publisher.publish(V1)
+        live.fails = True
+        with pytest.raises(WeightSyncError, match="no room for w"):
+            subscriber.stage(update)
+        with pytest.raises(WeightSyncError, match="nothing is staged"):
+            subscriber.commit(V1)
+        assert not live.held["w"].any()
+        live.fails = False
+        subscriber.stage(update)
+        subscriber.commit(V1)
+    assert live.held["w"].tolist() == [2.0] * 3
     assert mappings() == before
 
 

@@ -30,7 +30,8 @@ from offbeat.errors import GenerationError, PromptTooLong
 from offbeat.generate.engine.cache import DecodeContext, SlotCache
 from offbeat.generate.engine.sampler import SamplingRows, sample
 from offbeat.model.attention import TOKEN_ROWS, PackedContext, PackedLayout, round_up
-from offbeat.model.load import hidden_states, output_head
+from offbeat.model.linear import output_head
+from offbeat.model.load import hidden_states
 from offbeat.types import Completion, GenerateRequest, PolicyVersion, StopReason
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class Engine:
         self._holders: dict[bytes, list[int]] = {}
         """Slots, running or free, that hold a prompt's keys and the logits of its last token."""
         rows = round_up(slots, TOKEN_ROWS)
-        self._rows = _RowState(rows, self._cache.capacity, output_head(model)[0].shape[0], device)
+        self._rows = _RowState(
+            rows, self._cache.capacity, output_head(model).weight.shape[0], device
+        )
         self.slots = slots
         self.version = PolicyVersion(0)
         self.prefill_tokens = 0
@@ -264,8 +267,7 @@ class Engine:
         pad = -len(hidden) % TOKEN_ROWS
         if pad:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, pad))
-        weight, bias = output_head(self._model)
-        return torch.nn.functional.linear(hidden, weight, bias).float()
+        return output_head(self._model).logits(hidden).float()
 
     # Decode
 

@@ -16,7 +16,8 @@ import torch
 from offbeat.algo.logprobs import chunked_logprobs
 from offbeat.generate.engine.engine import Engine
 from offbeat.model.attention import TOKEN_ROWS, PackedContext, PackedLayout, round_up
-from offbeat.model.load import hidden_states, output_head
+from offbeat.model.linear import output_head
+from offbeat.model.load import hidden_states
 from offbeat.types import Completion, GenerateRequest, GroupId, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def compare_paths(model: PreTrainedModel, engine: Engine, *, max_len: int) -> Pa
 
     Prompts that do not fit ``max_len`` are left out; the shortest is cut to fit.
     """
-    vocab = output_head(model)[0].shape[0]
+    vocab = output_head(model).weight.shape[0]
     rng = np.random.default_rng(0)
     sizes = [n for n in _PROMPTS if n + _ANSWER <= max_len] or [1]
     answer = min(_ANSWER, max_len - sizes[0])
@@ -89,8 +90,10 @@ def packed_logprobs(
     index = torch.cat(before).to(device)
     count = len(index)
     index = torch.nn.functional.pad(index, (0, round_up(count, TOKEN_ROWS) - count))
-    weight, bias = output_head(model)
+    head = output_head(model)
     targets = tokens[(index + 1).clamp(max=len(tokens) - 1)]
-    logp, _ = chunked_logprobs(hidden[index], weight, bias, targets, temperature)
+    logp, _ = chunked_logprobs(
+        hidden[index], head.weight, head.bias, targets, temperature, linear=head.linear
+    )
     scored: np.ndarray = logp[:count].cpu().numpy()
     return scored
