@@ -19,22 +19,41 @@ from offbeat.algo.rows import at_least_float32, clamped_exp
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogprobError:
-    """Error of one approximation over policy tokens, [] each; totals add up over micro-batches.
+    """One approximation p̂ against p over policy tokens, [] each; totals add up over micro-batches.
 
     Attributes:
+        logp_total: Σ p̂, nats.
         abs_total, abs_max: |p̂ − p|, nats.
-        ratio_abs_total: |exp(ℓ − p̂) − exp(ℓ − p)|, the error of the importance ratio.
+        squared_total: (p̂ − p)², nats².
+        behave_total, behave_abs_total, behave_relative_total: of the behavior weight
+            ŵ = exp(p̂ − o) against w = exp(p − o): Σ ŵ, Σ |ŵ − w|, Σ |ŵ − w|/w.
+        ratio_total, ratio_abs_total, ratio_relative_total: the same of the importance ratio
+            û = exp(ℓ − p̂) against u = exp(ℓ − p).
     """
 
+    logp_total: Tensor
     abs_total: Tensor
     abs_max: Tensor
+    squared_total: Tensor
+    behave_total: Tensor
+    behave_abs_total: Tensor
+    behave_relative_total: Tensor
+    ratio_total: Tensor
     ratio_abs_total: Tensor
+    ratio_relative_total: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ApproximationErrors:
-    """Errors by approximation: log-linear, linear (mixture of probabilities), rollout (p̂ = o)."""
+    """Errors by approximation: log-linear, linear (mixture of probabilities), rollout (p̂ = o).
 
+    ``recomputed_total`` is Σ p and ``recomputed_abs_total`` Σ |p| of the same tokens, [] nats: what
+    a log-prob error is relative to. A single |p| is no yardstick, it is almost 0 where the policy
+    is certain.
+    """
+
+    recomputed_total: Tensor
+    recomputed_abs_total: Tensor
     loglinear: LogprobError
     linear: LogprobError
     rollout: LogprobError
@@ -93,25 +112,50 @@ def approximation_errors(
 ) -> ApproximationErrors:
     """How far each approximation of p is from the recomputed one.
 
+    In the first minibatch of a step p = ℓ: what is measured there is how far p̂ stays behind ℓ,
+    (1 − α)|ℓ − o| for the log-linear one. At lag 0 every approximation is o.
+
     Args:
         logp, behave_logp, recomputed_logp: [T] float, nats. versions: [T] int64. mask: [T] bool;
             tokens with a non-finite behavior log-prob are left out.
         produced_version: see `interpolation_weight`.
     """
     valid = mask & torch.isfinite(behave_logp)
+    # Every input outside `valid` becomes 0 before it is used: no NaN can reach a sum.
+    o, now, p = (
+        torch.where(valid, at_least_float32(x), 0.0) for x in (behave_logp, logp, recomputed_logp)
+    )
 
-    def error(approximate: Tensor) -> LogprobError:
-        difference = (approximate - recomputed_logp).abs()
-        ratio = clamped_exp(logp - approximate) - clamped_exp(logp - recomputed_logp)
-        masked = torch.where(valid, difference, 0.0)
-        return LogprobError(
-            abs_total=masked.sum(),
-            abs_max=torch.cat([masked, masked.new_zeros(1)]).max(),
-            ratio_abs_total=torch.where(valid, ratio.abs(), 0.0).sum(),
-        )
+    def against(approximate: Tensor) -> LogprobError:
+        return _error(torch.where(valid, approximate, 0.0), p, o, now, valid)
 
     return ApproximationErrors(
-        loglinear=error(loglinear(behave_logp, logp, versions, produced_version)),
-        linear=error(linear(behave_logp, logp, versions, produced_version)),
-        rollout=error(at_least_float32(behave_logp)),
+        recomputed_total=p.sum(),
+        recomputed_abs_total=p.abs().sum(),
+        loglinear=against(loglinear(o, now, versions, produced_version)),
+        linear=against(linear(o, now, versions, produced_version)),
+        rollout=against(o),
+    )
+
+
+def _error(approximate: Tensor, p: Tensor, o: Tensor, now: Tensor, valid: Tensor) -> LogprobError:
+    """p̂ against p, [T] each; all are 0 outside ``valid``, where weights then are 1 and masked."""
+    distance = (approximate - p).abs()
+    behave, behave_true = clamped_exp(approximate - o), clamped_exp(p - o)
+    ratio, ratio_true = clamped_exp(now - approximate), clamped_exp(now - p)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(valid, values, 0.0).sum()
+
+    return LogprobError(
+        logp_total=approximate.sum(),
+        abs_total=distance.sum(),
+        abs_max=torch.cat([distance, distance.new_zeros(1)]).max(),
+        squared_total=distance.square().sum(),
+        behave_total=total(behave),
+        behave_abs_total=total((behave - behave_true).abs()),
+        behave_relative_total=total((behave - behave_true).abs() / behave_true),
+        ratio_total=total(ratio),
+        ratio_abs_total=total((ratio - ratio_true).abs()),
+        ratio_relative_total=total((ratio - ratio_true).abs() / ratio_true),
     )

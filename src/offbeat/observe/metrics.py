@@ -43,12 +43,40 @@ class UndeclaredMetric(UserWarning, ValueError):
     """A metric name that is not in `METRICS`; an error under a warnings filter of ``error``."""
 
 
-# Approximations of the proximal log-prob, and what is measured about each.
-_LOGLINEAR = "log-linear proximal log-prob"
-_LINEAR = "proximal log-prob of mixed probabilities"
-_ROLLOUT = "recorded log-prob as the proximal one"
-_ERROR = "distance from the recomputed one, nats"
-_RATIO_ERROR = "error of current over proximal probability"
+PROX_PREFIX = "actor/prox_"
+PROX_APPROXIMATIONS: Mapping[str, str] = {
+    "loglinear": "log-linear proximal log-prob",
+    "linear": "proximal log-prob of mixed probabilities",
+    "rollout": "recorded log-prob as the proximal one",
+}
+"""What can stand in for the recomputed proximal log-prob."""
+
+PROX_MEASURES: Mapping[str, str] = {
+    "logp_mean": "mean, nats",
+    "error_mean": "distance from the recomputed one, nats, mean",
+    "error_max": "distance from the recomputed one, nats, largest",
+    "relative_error_mean": "mean distance as a fraction of the recomputed one's mean size",
+    "squared_error_mean": "squared distance from the recomputed one, nats², mean",
+    "behave_weight_mean": "its behavior weight: proximal over behavior probability, mean",
+    "behave_error_mean": "distance of its behavior weight from the true one, mean",
+    "behave_relative_error_mean": "the same as a fraction of the true behavior weight, mean",
+    "ratio_mean": "its importance ratio: current over proximal probability, mean",
+    "ratio_error_mean": "distance of its importance ratio from the true one, mean",
+    "ratio_relative_error_mean": "the same as a fraction of the true importance ratio, mean",
+}
+"""What is measured about each of `PROX_APPROXIMATIONS`; fractions, not percent."""
+
+
+def prox_name(approximation: str, measure: str) -> str:
+    """The metric of one of `PROX_MEASURES` of one of `PROX_APPROXIMATIONS`.
+
+    Example:
+        >>> prox_name("loglinear", "error_mean")
+        'actor/prox_error_loglinear_mean'
+    """
+    quantity, _, reduction = measure.rpartition("_")
+    return f"{PROX_PREFIX}{quantity}_{approximation}_{reduction}"
+
 
 _MEAN: Mapping[str, str] = {
     "reward/mean": "mean reward of the valid rollouts of the batch",
@@ -76,12 +104,7 @@ _MEAN: Mapping[str, str] = {
     "actor/ess": "effective sample size of the behavior weights, as a fraction of the tokens",
     "actor/kl_k1": "k1 estimate of KL(behavior || proximal), nats",
     "actor/kl_k3": "k3 estimate of KL(behavior || proximal), nats",
-    "actor/prox_error_loglinear_mean": f"{_LOGLINEAR}: {_ERROR}, mean",
-    "actor/prox_error_linear_mean": f"{_LINEAR}: {_ERROR}, mean",
-    "actor/prox_error_rollout_mean": f"{_ROLLOUT}: {_ERROR}, mean",
-    "actor/prox_ratio_error_loglinear_mean": f"{_LOGLINEAR}: {_RATIO_ERROR}, mean",
-    "actor/prox_ratio_error_linear_mean": f"{_LINEAR}: {_RATIO_ERROR}, mean",
-    "actor/prox_ratio_error_rollout_mean": f"{_ROLLOUT}: {_RATIO_ERROR}, mean",
+    "actor/prox_logp_mean": "recomputed proximal log-prob, nats, mean over trained tokens",
 }
 _SUM: Mapping[str, str] = {
     "reward/invalid_count": "rollouts whose reward could not be computed",
@@ -113,9 +136,6 @@ _MAX: Mapping[str, str] = {
     "generate/length_max_tokens": "longest answer of the batch",
     "actor/ratio_max": "largest current over proximal probability",
     "actor/behave_weight_max": "largest proximal over behavior probability",
-    "actor/prox_error_loglinear_max": f"{_LOGLINEAR}: {_ERROR}, largest",
-    "actor/prox_error_linear_max": f"{_LINEAR}: {_ERROR}, largest",
-    "actor/prox_error_rollout_max": f"{_ROLLOUT}: {_ERROR}, largest",
     "actor/logp_error_max": "largest distance of recomputed from recorded log-prob, fresh tokens",
 }
 _MIN: Mapping[str, str] = {
@@ -157,6 +177,13 @@ def _declare() -> Iterable[Metric]:
     for reduction, meanings in by_reduction.items():
         for name, meaning in meanings.items():
             yield Metric(name=name, reduction=reduction, meaning=meaning)
+    for approximation, what in PROX_APPROXIMATIONS.items():
+        for measure, meaning in PROX_MEASURES.items():
+            yield Metric(
+                name=prox_name(approximation, measure),
+                reduction=Reduction.MAX if measure.endswith("_max") else Reduction.MEAN,
+                meaning=f"{what}: {meaning}",
+            )
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _declare()})
@@ -214,9 +241,6 @@ class StepRecord:
 class MetricReducer:
     """Collects values of declared metrics and reduces each by its own rule.
 
-    Args:
-        strict: raise `UndeclaredMetric` for an unknown name; otherwise warn and keep its mean.
-
     Example:
         >>> r = MetricReducer()
         >>> r.add("reward/mean", 1.0, weight=3); r.add("reward/mean", 0.0)
@@ -224,34 +248,21 @@ class MetricReducer:
         {'reward/mean': 0.75}
     """
 
-    def __init__(self, *, strict: bool = True) -> None:
-        self._strict = strict
+    def __init__(self) -> None:
         self._values: dict[str, list[tuple[float, float]]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """One value; ``weight`` (> 0) counts in a mean only."""
+        """One value; ``weight`` (> 0) counts in a mean only. Raises UndeclaredMetric."""
         if not weight > 0:
             raise ValueError(f"{name}: weight must be positive, got {weight}")
-        if name not in self._values:
-            if self._strict:
-                declared(name)
-            else:
-                check_declared([name])
+        declared(name)
         self._values.setdefault(name, []).append((float(value), float(weight)))
-
-    def merge(self, values: Mapping[str, float], weight: float = 1.0) -> None:
-        """Every value of ``values``."""
-        for name, value in values.items():
-            self.add(name, value, weight)
 
     def reduced(self) -> dict[str, float]:
         """One number per name, in the order in which the names were first added."""
-        return {name: _reduce(_rule(name), pairs) for name, pairs in self._values.items()}
-
-
-def _rule(name: str) -> Reduction:
-    known = METRICS.get(name)
-    return known.reduction if known is not None else Reduction.MEAN
+        return {
+            name: _reduce(declared(name).reduction, pairs) for name, pairs in self._values.items()
+        }
 
 
 def _reduce(rule: Reduction, pairs: list[tuple[float, float]]) -> float:

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from offbeat.errors import DataError
 from offbeat.observe import ledger, summary
-from offbeat.observe.metrics import StepRecord
+from offbeat.observe.metrics import (
+    PROX_APPROXIMATIONS,
+    PROX_PREFIX,
+    MetricReducer,
+    StepRecord,
+    prox_name,
+)
 from offbeat.observe.rollouts import RolloutRow, read_rollouts
 from offbeat.observe.sinks import read_metrics
 from offbeat.observe.summary import RunStatus, RunTotals, Summary
@@ -100,8 +106,8 @@ def _so_far(db: Path, records: Sequence[StepRecord]) -> Summary:
 
 
 def run_json(view: RunView, samples: Sequence[RolloutRow] = ()) -> str:
-    """The run as one JSON object: the keys of ``summary.json``, ``run``, ``curves`` and
-    ``samples``.
+    """The run as one JSON object: the keys of ``summary.json``, ``run`` and ``curves``; where there
+    are any, also ``prox`` (`prox_table`) and ``samples``.
     """
     content = json.loads(view.summary.to_json())
     content["run"] = str(view.path)
@@ -109,6 +115,9 @@ def run_json(view: RunView, samples: Sequence[RolloutRow] = ()) -> str:
         name: [[r.step, _finite(r.metrics[metric])] for r in view.records if metric in r.metrics]
         for name, metric in _CURVES.items()
     }
+    prox = prox_table(view.records)
+    if prox:
+        content["prox"] = prox
     if samples:
         content["samples"] = [_sample_json(row) for row in samples]
     return json.dumps(content, indent=2, allow_nan=False)
@@ -151,7 +160,57 @@ def run_text(view: RunView) -> str:
         if points:
             ends = f"{points[0]:.3f} to {points[-1]:.3f}"
             lines.append(f"{name:<9} {sparkline(points)}  {ends}")
+    lines.extend(_prox_lines(view.records))
+    if view.summary.limit is not None:
+        lines.append(f"limit     {view.summary.limit.sentence}")
     return "\n".join(lines)
+
+
+def prox_table(records: Sequence[StepRecord]) -> dict[str, float]:
+    """How far the approximations of the proximal log-prob were off, by name of the metric.
+
+    Of the steps that measured it: means weighted by trained tokens, and the largest of what is a
+    largest value. Empty when no step did.
+    """
+    reducer = MetricReducer()
+    for record in records:
+        for name, value in record.metrics.items():
+            if name.startswith(PROX_PREFIX) and math.isfinite(value):
+                reducer.add(name, value, max(1.0, record.metrics.get("actor/tokens_count", 1.0)))
+    return reducer.reduced()
+
+
+_PROX_COLUMNS = (
+    ("log-prob", "logp_mean"),
+    ("error", "error_mean"),
+    ("largest", "error_max"),
+    ("relative", "relative_error_mean"),
+    ("squared", "squared_error_mean"),
+    ("behave w", "behave_weight_mean"),
+    ("error", "behave_error_mean"),
+    ("relative", "behave_relative_error_mean"),
+    ("ratio", "ratio_mean"),
+    ("error", "ratio_error_mean"),
+    ("relative", "ratio_relative_error_mean"),
+)
+
+
+def _prox_lines(records: Sequence[StepRecord]) -> list[str]:
+    found = prox_table(records)
+    if not found:
+        return []
+    steps = sum("actor/prox_logp_mean" in r.metrics for r in records)
+    truth = _num(found.get("actor/prox_logp_mean"), ".4f")
+    lines = [
+        f"prox      approximations of the recomputed log-prob (mean {truth} nats), {steps} steps' "
+        "mean: log-probs in nats, behave w = proximal/behavior, ratio = current/proximal",
+        f"{'':<10}{'':<10}" + "".join(f"{title:>10}" for title, _ in _PROX_COLUMNS),
+    ]
+    for approximation in PROX_APPROXIMATIONS:
+        values = [(m, found.get(prox_name(approximation, m))) for _, m in _PROX_COLUMNS]
+        cells = "".join(f"{_num(v, '.2%' if 'relative' in m else '.3g'):>10}" for m, v in values)
+        lines.append(f"{'':<10}{approximation:<10}{cells}")
+    return lines
 
 
 def _summary_lines(s: Summary) -> list[str]:

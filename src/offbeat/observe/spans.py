@@ -172,22 +172,6 @@ def overlap_seconds(a: Iterable[Interval], b: Iterable[Interval]) -> float:
     return seconds
 
 
-def decode_share_of_training_time(
-    decode: Iterable[Interval], training: Iterable[Interval]
-) -> float | None:
-    """Share of the trainer's busy seconds in which a decode forward ran; None when it was never
-    busy.
-    """
-    busy = merge(training)
-    seconds = total_seconds(busy)
-    return overlap_seconds(decode, busy) / seconds if seconds > 0 else None
-
-
-def engine_busy_fraction(busy: Iterable[Interval], run_seconds: float) -> float | None:
-    """Busy seconds of one engine / seconds of the run; None for a run of no length."""
-    return total_seconds(busy) / run_seconds if run_seconds > 0 else None
-
-
 class BusyTotals:
     """The two shares of a whole run, kept without keeping every span.
 
@@ -206,6 +190,12 @@ class BusyTotals:
     def training_seconds(self) -> float:
         """Seconds in which the trainer was busy."""
         return sum(end - start for start, end in self._training)
+
+    @property
+    def engine_seconds(self) -> float | None:
+        """Seconds in which an engine was busy, settled, mean over the engines; None without one."""
+        engines = self._engine_seconds
+        return sum(engines.values()) / len(engines) if engines else None
 
     def add_training(self, start: float, end: float) -> None:
         """One busy interval of the trainer; they come in order and do not overlap."""
@@ -236,18 +226,18 @@ class BusyTotals:
             self._engine[worker] = rest
 
     def decode_share(self) -> float | None:
-        """`decode_share_of_training_time` of what was settled."""
+        """Share of the trainer's busy seconds in which a decode forward ran, of what was settled;
+        None when it was never busy.
+        """
         seconds = self.training_seconds
         return min(1.0, self._overlap / seconds) if seconds > 0 else None
 
     def engine_busy(self, run_seconds: float) -> float | None:
-        """`engine_busy_fraction`, averaged over the engines; None without an engine or a run of no
-        length.
+        """Busy seconds of the engines / seconds of the run, averaged over the engines; None without
+        an engine or a run of no length.
         """
-        if not self._engine_seconds or run_seconds <= 0:
-            return None
-        mean = sum(self._engine_seconds.values()) / len(self._engine_seconds)
-        return min(1.0, mean / run_seconds)
+        seconds = self.engine_seconds
+        return None if seconds is None or run_seconds <= 0 else min(1.0, seconds / run_seconds)
 
 
 def _split(intervals: Iterable[Interval], at: float) -> tuple[list[Interval], list[Interval]]:

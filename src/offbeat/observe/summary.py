@@ -17,8 +17,10 @@ import msgspec
 from offbeat.errors import DataError
 from offbeat.observe.files import replacing
 from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.limits import Limit, RunSetup, find_limit
 from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord
-from offbeat.observe.spans import BusyTotals
+from offbeat.observe.spans import BusyTotals, SpanName
+from offbeat.observe.timeline import Timeline
 from offbeat.types import GeneratorStats
 
 FILE_NAME = "summary.json"
@@ -102,8 +104,9 @@ class Summary:
     """One run. ``error`` is the message that ended a failed run and absent from the file otherwise.
 
     ``peak_rss_bytes`` is the sum over the run's processes of each one's own peak, shared pages
-    counted in each. ``engine_busy_fraction`` and ``decode_share_of_training_time`` cover the last
-    attempt of a resumed run.
+    counted in each. It, ``tokens.prefill``, ``engine_busy_fraction``,
+    ``decode_share_of_training_time`` and ``limit`` cover the last attempt of a resumed run.
+    ``limit`` is None before the first step.
     """
 
     status: RunStatus
@@ -118,6 +121,7 @@ class Summary:
     decode_share_of_training_time: float | None
     engine_busy_fraction: float | None
     peak_rss_bytes: int
+    limit: Limit | None = None
     error: str | None = None
 
     def to_json(self) -> bytes:
@@ -152,17 +156,25 @@ class RunTotals:
 
     Reads these metrics of a step where present: ``reward/mean``, ``eval/reward_mean``,
     ``lag/group_mean``, ``lag/group_max``, ``lag/token_mean``, ``wait/data_seconds``,
-    ``train/update_seconds``, ``generate/two_versions_count``, ``process/peak_rss_bytes``, of
-    earlier attempts also ``tokens/prefill_count``, and as weights of the means
+    ``train/update_seconds``, ``generate/two_versions_count``, and as weights of the means
     ``groups/trained_count`` and ``actor/tokens_count``.
 
     Args:
         started: CLOCK_MONOTONIC seconds at which this attempt began.
         earlier: step records of the surviving line that earlier attempts wrote.
+        setup: what the run was told; without it the summary says nothing about its limit.
     """
 
-    def __init__(self, started: float, earlier: Sequence[StepRecord] = ()) -> None:
+    def __init__(
+        self,
+        started: float,
+        earlier: Sequence[StepRecord] = (),
+        setup: RunSetup | None = None,
+    ) -> None:
         self._started = started
+        self._setup = setup
+        self._updates = 0
+        self._timeline = Timeline(started)
         self._earlier_seconds = math.fsum(record.seconds for record in earlier)
         self._steps = 0
         self._seconds = {"wait/data_seconds": 0.0, "train/update_seconds": 0.0}
@@ -174,13 +186,10 @@ class RunTotals:
         self._group_lag_max: int | None = None
         self._two_versions = 0
         self._prefill = _CounterTotals()
-        self._earlier_prefill = 0
-        self._recorded_rss = 0
         self._peak_rss: dict[str, int] = {}
         self._busy = BusyTotals()
         for record in earlier:
             self.add_step(record)
-            self._earlier_prefill += int(record.metrics.get("tokens/prefill_count", 0))
 
     def add_step(self, record: StepRecord) -> None:
         """One finished step."""
@@ -189,7 +198,6 @@ class RunTotals:
         for name in self._seconds:
             self._seconds[name] += found.get(name, 0.0)
         self._two_versions += int(found.get("generate/two_versions_count", 0))
-        self._recorded_rss = max(self._recorded_rss, int(found.get("process/peak_rss_bytes", 0)))
         if "reward/mean" in found:
             self._rewards.append(found["reward/mean"])
         if "eval/reward_mean" in found:
@@ -215,6 +223,13 @@ class RunTotals:
     def add_training(self, start: float, end: float) -> None:
         """The trainer was busy from ``start`` to ``end`` (a step report's times)."""
         self._busy.add_training(start, end)
+        self._timeline.add(SpanName.TRAIN, start, end)
+        self._updates += 1
+
+    def add_span(self, name: SpanName, start: float, end: float) -> None:
+        """A span of the controller; training and the engines' passes have methods of their own."""
+        if name is not SpanName.TRAIN:
+            self._timeline.add(name, start, end)
 
     def add_engine(self, worker: str, stats: GeneratorStats) -> None:
         """One poll of one generator: spans since the last poll, counters since its start.
@@ -222,6 +237,7 @@ class RunTotals:
         Its memory is not taken from here: `add_rss` counts every process once, by whatever name.
         """
         self._busy.add_engine(worker, decode=stats.decode_spans, prefill=stats.prefill_spans)
+        self._timeline.add_engine((*stats.decode_spans, *stats.prefill_spans))
         self._prefill.observe(worker, stats.prefill_tokens)
 
     def add_rss(self, worker: str, peak_bytes: int) -> None:
@@ -231,6 +247,7 @@ class RunTotals:
     def settle(self, upto: float) -> None:
         """Every training interval that starts before ``upto`` was added; call it once per step."""
         self._busy.settle(upto)
+        self._timeline.settle()
 
     @property
     def decode_share(self) -> float | None:
@@ -270,7 +287,7 @@ class RunTotals:
                 token_mean=self._token_lag.value,
             ),
             tokens=Tokens(
-                prefill=self._earlier_prefill + self._prefill.total,
+                prefill=self._prefill.total,
                 generated=tokens.generated,
                 trained=tokens.trained,
                 wasted=sum(tokens.wasted.values()),
@@ -284,8 +301,19 @@ class RunTotals:
             completions_with_two_versions=self._two_versions,
             decode_share_of_training_time=self._busy.decode_share(),
             engine_busy_fraction=self._busy.engine_busy(elapsed),
-            peak_rss_bytes=max(self._recorded_rss, sum(self._peak_rss.values())),
+            peak_rss_bytes=sum(self._peak_rss.values()),
+            limit=self._limit(now),
             error=error,
+        )
+
+    def _limit(self, now: float) -> Limit | None:
+        if self._setup is None:
+            return None
+        return find_limit(
+            self._timeline.split(now),
+            self._setup,
+            engine_seconds=self._busy.engine_seconds,
+            steps=self._updates,
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offbeat.observe.limits import RunSetup
 from offbeat.observe.memory import process_tree_peaks
 from offbeat.observe.metrics import StepRecord, dropped_name
 from offbeat.observe.rollouts import RolloutLog
@@ -44,9 +45,12 @@ class Recorder:
         run_dir: the run's folder.
         sinks: where step metrics go; closed at the end.
         ledger: ``run.db``, open; closed by whoever opened it.
+        setup: what the summary's advice depends on; without it there is none.
     """
 
-    def __init__(self, run_dir: Path, sinks: SinkSet, ledger: Ledger) -> None:
+    def __init__(
+        self, run_dir: Path, sinks: SinkSet, ledger: Ledger, setup: RunSetup | None = None
+    ) -> None:
         self._run_dir = run_dir
         self._sinks = sinks
         self._ledger = ledger
@@ -56,7 +60,7 @@ class Recorder:
         self._writing: asyncio.Future[None] | None = None
         self._dropped: dict[DropReason, int] = {}
         self._admitted = 0
-        self.totals = RunTotals(time.monotonic())
+        self.totals = RunTotals(time.monotonic(), setup=setup)
 
     # Groups
 
@@ -89,6 +93,7 @@ class Recorder:
         step: int | None = None,
     ) -> None:
         """Something took from ``start`` to ``end``."""
+        self.totals.add_span(name, start, end)
         self._spans.add(
             Span(name=name, start=start, end=end, worker=worker, group_id=group_id, step=step)
         )

@@ -34,6 +34,7 @@ from offbeat.generate.router import Router
 from offbeat.launch.codec import encode
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.launch.scheduler import make_scheduler
+from offbeat.observe.limits import RunSetup
 from offbeat.observe.sinks import ConsoleSink, JsonlSink, SinkSet
 from offbeat.observe.summary import RunStatus, Summary
 from offbeat.pipeline.evaluate import EvalResult, Evaluator
@@ -105,7 +106,9 @@ class PPOTrainer:
             with (self.run_dir / "config.yaml").open("x", encoding="utf-8") as file:
                 file.write(to_yaml(self.cfg))
         with contextlib.closing(Ledger.open(self.run_dir / "run.db")) as ledger:
-            async with Recorder(self.run_dir, SinkSet(self._sinks()), ledger) as recorder:
+            setup = RunSetup.of(self.cfg, usable_cores(self.cfg.model.path))
+            sinks = SinkSet(self._sinks())
+            async with Recorder(self.run_dir, sinks, ledger, setup) as recorder:
                 try:
                     with boundary(OffbeatError, "unexpected error"):
                         await self._train(recorder)

@@ -7,6 +7,8 @@ finite recorded log-prob.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from offbeat.algo.behavior import (
 )
 from offbeat.algo.proximal import ApproximationErrors, LogprobError
 from offbeat.algo.surrogate import LossTerms
+from offbeat.observe.metrics import PROX_APPROXIMATIONS, prox_name
 from offbeat.train.batch import TrainBatch
 from offbeat.types import PolicyVersion
 
@@ -98,10 +101,12 @@ class StepSums:
 
     def add_prox_errors(self, errors: ApproximationErrors) -> None:
         """Count how far the approximations of the proximal log-prob are off in one micro-batch."""
+        self._count("prox_logp", errors.recomputed_total)
+        self._count("prox_abs_logp", errors.recomputed_abs_total)
         for name, error in _by_name(errors).items():
-            self._count(f"prox_error_{name}", error.abs_total)
-            self._count(f"prox_ratio_error_{name}", error.ratio_abs_total)
-            self._extremes(f"prox_error_{name}", error.abs_max, error.abs_max)
+            for measure, total in _measured(error).items():
+                self._count(f"prox_{name}_{measure}", total)
+            self._extremes(f"prox_{name}", error.abs_max, error.abs_max)
 
     def stepped(self, grad_norm: float, learning_rate: float) -> None:
         """Count one optimizer step and the learning rate it was taken with."""
@@ -151,22 +156,19 @@ class StepSums:
         }
 
     def _prox_metrics(self) -> dict[str, float]:
-        """Errors of the approximations, when they were measured."""
+        """The approximations of the proximal log-prob, when they were measured."""
         t, n = self._totals, self._totals["trained"]
-        if "prox_error_rollout" not in t:
+        if "prox_logp" not in t:
             return {}
-        high = self._highest
-        return {
-            "actor/prox_error_loglinear_mean": t["prox_error_loglinear"] / n,
-            "actor/prox_error_loglinear_max": high["prox_error_loglinear"],
-            "actor/prox_error_linear_mean": t["prox_error_linear"] / n,
-            "actor/prox_error_linear_max": high["prox_error_linear"],
-            "actor/prox_error_rollout_mean": t["prox_error_rollout"] / n,
-            "actor/prox_error_rollout_max": high["prox_error_rollout"],
-            "actor/prox_ratio_error_loglinear_mean": t["prox_ratio_error_loglinear"] / n,
-            "actor/prox_ratio_error_linear_mean": t["prox_ratio_error_linear"] / n,
-            "actor/prox_ratio_error_rollout_mean": t["prox_ratio_error_rollout"] / n,
-        }
+        found = {"actor/prox_logp_mean": t["prox_logp"] / n}
+        for name in PROX_APPROXIMATIONS:
+            values = {m: t[f"prox_{name}_{m}"] / n for m in _TOTALED}
+            # Where every token was certain, Σ|p| = 0, only an error of 0 is none.
+            size = max(t["prox_abs_logp"] / n, sys.float_info.min)
+            values["relative_error_mean"] = values["error_mean"] / size
+            values["error_max"] = self._highest[f"prox_{name}"]
+            found |= {prox_name(name, measure): value for measure, value in values.items()}
+        return found
 
     def _count(self, name: str, value: Tensor | float) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + float(value)
@@ -185,6 +187,35 @@ class StepSums:
         self._count("k1", ratios.k1_total)
         self._count("k3", ratios.k3_total)
         self._extremes("behave_ratio", ratios.ratio_min, ratios.ratio_max)
+
+
+_TOTALED = (
+    "logp_mean",
+    "error_mean",
+    "squared_error_mean",
+    "behave_weight_mean",
+    "behave_error_mean",
+    "behave_relative_error_mean",
+    "ratio_mean",
+    "ratio_error_mean",
+    "ratio_relative_error_mean",
+)
+
+
+def _measured(error: LogprobError) -> dict[str, Tensor]:
+    """The sums behind the means of `PROX_MEASURES`."""
+    sums = (
+        error.logp_total,
+        error.abs_total,
+        error.squared_total,
+        error.behave_total,
+        error.behave_abs_total,
+        error.behave_relative_total,
+        error.ratio_total,
+        error.ratio_abs_total,
+        error.ratio_relative_total,
+    )
+    return dict(zip(_TOTALED, sums, strict=True))
 
 
 def _by_name(errors: ApproximationErrors) -> dict[str, LogprobError]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -111,16 +114,122 @@ def errors(logp: Tensor, behave: Tensor, mask: Tensor, recomputed: Tensor) -> Ap
     )
 
 
-def test_errors_equal_a_naive_loop() -> None:
+def naive_p(method: str, o: float, x: float, lag: int) -> float:
+    """The formulas of the three approximations, in plain floats."""
+    alpha = lag / (lag + 1)
+    if method == "loglinear":
+        return o + alpha * (x - o)
+    if method == "linear":
+        return math.log((1 - alpha) * math.exp(o) + alpha * math.exp(x))
+    return o
+
+
+@pytest.mark.parametrize("method", ["loglinear", "linear", "rollout"])
+def test_errors_equal_a_naive_loop(method: str) -> None:
     recomputed = torch.tensor([-1.1, -1.6, -0.6, -2.5], dtype=torch.float64)
     mask = torch.tensor([True, True, False, True])
-    found = errors(LOGP, BEHAVE, mask, recomputed).rollout
-    pairs = [(float(BEHAVE[i]), float(recomputed[i]), float(LOGP[i])) for i in (0, 1, 3)]
-    assert found.abs_total.item() == pytest.approx(sum(abs(o - p) for o, p, _ in pairs))
-    assert found.abs_max.item() == pytest.approx(max(abs(o - p) for o, p, _ in pairs))
-    assert found.ratio_abs_total.item() == pytest.approx(
-        sum(abs(math.exp(x - o) - math.exp(x - p)) for o, p, x in pairs)
+    found = errors(LOGP, BEHAVE, mask, recomputed)
+    sums: dict[str, float] = defaultdict(float)
+    for i in (0, 1, 3):
+        o, p, x = float(BEHAVE[i]), float(recomputed[i]), float(LOGP[i])
+        guess = naive_p(method, o, x, 4 - int(VERSIONS[i]))
+        sums["logp_total"] += guess
+        sums["abs_total"] += abs(guess - p)
+        sums["abs_max"] = max(sums["abs_max"], abs(guess - p))
+        sums["squared_total"] += (guess - p) ** 2
+        for name, got, true in (
+            ("behave", math.exp(guess - o), math.exp(p - o)),
+            ("ratio", math.exp(x - guess), math.exp(x - p)),
+        ):
+            sums[f"{name}_total"] += got
+            sums[f"{name}_abs_total"] += abs(got - true)
+            sums[f"{name}_relative_total"] += abs(got - true) / true
+    measured = dataclasses.asdict(getattr(found, method))
+    assert {name: float(value) for name, value in measured.items()} == pytest.approx(dict(sums))
+    assert found.recomputed_total.item() == pytest.approx(-1.1 - 1.6 - 2.5)
+    assert found.recomputed_abs_total.item() == pytest.approx(1.1 + 1.6 + 2.5)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 4, 9])
+def test_in_the_first_minibatch_the_errors_are_how_far_each_stays_behind(lag: int) -> None:
+    # There the present weights are those at the start of the step: p = ℓ.
+    found = approximation_errors(
+        logp=LOGP,
+        behave_logp=BEHAVE,
+        recomputed_logp=LOGP,
+        versions=torch.full((4,), 20 - lag),
+        produced_version=21,
+        mask=MASK,
     )
+    behind = float((LOGP - BEHAVE).abs().sum())
+    assert found.rollout.abs_total.item() == pytest.approx(behind)
+    assert found.loglinear.abs_total.item() == pytest.approx(behind / (lag + 1))
+    assert found.loglinear.ratio_total.item() == pytest.approx(
+        sum(math.exp(float(d) / (lag + 1)) for d in LOGP - BEHAVE)
+    )
+    if lag == 0:
+        assert found.linear.abs_total.item() == found.rollout.abs_total.item()
+    else:
+        assert found.linear.abs_total < found.rollout.abs_total
+
+
+def test_on_policy_tokens_of_the_present_version_have_no_error_and_unit_weights() -> None:
+    found = approximation_errors(
+        logp=BEHAVE,
+        behave_logp=BEHAVE,
+        recomputed_logp=BEHAVE,
+        versions=torch.full((4,), 7),
+        produced_version=8,
+        mask=MASK,
+    )
+    for method in (found.loglinear, found.linear, found.rollout):
+        measured = {k: float(v) for k, v in dataclasses.asdict(method).items()}
+        weights = {"logp_total": -6.5, "behave_total": 4.0, "ratio_total": 4.0}
+        assert measured == dict.fromkeys(measured, 0.0) | weights
+
+
+def test_errors_of_micro_batches_add_up_to_those_of_the_batch() -> None:
+    recomputed = (BEHAVE + LOGP) / 3
+    whole = errors(LOGP, BEHAVE, MASK, recomputed)
+    halves = [
+        errors(LOGP, BEHAVE, torch.tensor(half), recomputed)
+        for half in ([True, True, False, False], [False, False, True, True])
+    ]
+    for method in ("loglinear", "linear", "rollout"):
+        parts = [dataclasses.asdict(getattr(h, method)) for h in halves]
+        for name, value in dataclasses.asdict(getattr(whole, method)).items():
+            merge = max if name == "abs_max" else sum
+            assert float(value) == pytest.approx(merge(float(p[name]) for p in parts)), name
+
+
+def test_token_stamped_with_the_produced_version_counts_as_fresh() -> None:
+    # (v_θ − 1 − v_b)/(v_θ − v_b) is −1/0 there.
+    same = torch.full((4,), 5)
+    assert interpolation_weight(same, 5).tolist() == [0.0] * 4
+    assert torch.equal(loglinear(BEHAVE, LOGP, same, 5), BEHAVE)
+    assert torch.equal(linear(BEHAVE, LOGP, same, 5), BEHAVE)
+
+
+@pytest.mark.parametrize("method", [loglinear, linear])
+def test_approximations_of_half_precision_log_probs_are_computed_in_float32(
+    method: Callable[..., Tensor],
+) -> None:
+    behave, logp = BEHAVE.to(torch.bfloat16), LOGP.to(torch.bfloat16)
+    found = method(behave, logp, VERSIONS, 5)
+    assert found.dtype == torch.float32
+    exact = method(behave.double(), logp.double(), VERSIONS, 5)
+    assert found.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 4, 30])
+def test_recompute_is_exact_and_loglinear_between_recorded_and_current(lag: int) -> None:
+    versions = torch.full((4,), 40 - lag)
+    prox = loglinear(BEHAVE, LOGP, versions, 41)
+    for got, o, x in zip(prox.tolist(), BEHAVE.tolist(), LOGP.tolist(), strict=True):
+        assert got == pytest.approx((o + lag * x) / (lag + 1))
+        assert min(o, x) < got < max(o, x)
+    mixed = linear(BEHAVE, LOGP, versions, 41)
+    assert (mixed >= prox - 1e-12).all()  # the mean of numbers is at least that of their logs
 
 
 def test_an_approximation_that_is_right_has_no_error() -> None:
@@ -139,5 +248,6 @@ def test_a_nonfinite_behavior_logp_stays_out_of_the_errors() -> None:
     found = errors(LOGP, broken, MASK, LOGP)
     without = errors(LOGP, BEHAVE, torch.tensor([True, False, True, True]), LOGP)
     for name in ("loglinear", "linear", "rollout"):
-        assert getattr(found, name).abs_total == getattr(without, name).abs_total
-        assert getattr(found, name).ratio_abs_total == getattr(without, name).ratio_abs_total
+        measured, expected = (dataclasses.asdict(getattr(e, name)) for e in (found, without))
+        assert measured == expected
+    assert found.recomputed_abs_total == without.recomputed_abs_total

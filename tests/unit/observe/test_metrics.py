@@ -7,12 +7,15 @@ import pytest
 
 from offbeat.observe.metrics import (
     METRICS,
+    PROX_APPROXIMATIONS,
+    PROX_MEASURES,
     MetricReducer,
     Reduction,
     StepRecord,
     UndeclaredMetric,
     declared,
     dropped_name,
+    prox_name,
 )
 from offbeat.types import DropReason
 
@@ -69,7 +72,7 @@ def test_reward_parts_carry_the_users_names_but_not_an_empty_one() -> None:
 def test_each_metric_is_reduced_by_its_own_rule(name: str, expected: float) -> None:
     reducer = MetricReducer()
     reducer.add(name, 1.0, weight=3.0)
-    reducer.merge({name: 4.0})
+    reducer.add(name, 4.0)
     reducer.add(name, 2.0)
     assert reducer.reduced() == {name: pytest.approx(expected, rel=1e-15)}
 
@@ -83,14 +86,18 @@ def test_a_measured_nan_stays_visible_whatever_the_order(name: str, values: list
     assert math.isnan(reducer.reduced()[name])
 
 
-def test_strict_reducer_refuses_and_lenient_one_keeps_the_mean() -> None:
+def test_reducer_refuses_an_undeclared_name() -> None:
     with pytest.raises(UndeclaredMetric):
         MetricReducer().add("actor/los", 1.0)
-    lenient = MetricReducer(strict=False)
-    with pytest.warns(UndeclaredMetric):
-        lenient.merge({"actor/los": 1.0})
-    lenient.add("actor/los", 3.0)
-    assert lenient.reduced() == {"actor/los": 2.0}
+
+
+def test_every_measure_of_every_approximation_is_declared_with_its_reduction() -> None:
+    names = {prox_name(a, m): m for a in PROX_APPROXIMATIONS for m in PROX_MEASURES}
+    assert len(names) == 3 * 11
+    assert names["actor/prox_behave_relative_error_linear_mean"] == "behave_relative_error_mean"
+    for name, measure in names.items():
+        largest = measure.endswith("_max")
+        assert declared(name).reduction is (Reduction.MAX if largest else Reduction.MEAN)
 
 
 def test_weight_of_zero_is_refused() -> None:

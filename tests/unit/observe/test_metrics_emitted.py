@@ -7,7 +7,13 @@ import re
 from pathlib import Path
 
 import offbeat
-from offbeat.observe.metrics import METRICS, dropped_name
+from offbeat.observe.metrics import (
+    METRICS,
+    PROX_APPROXIMATIONS,
+    PROX_MEASURES,
+    dropped_name,
+    prox_name,
+)
 from offbeat.types import DropReason
 
 EMITTERS = ("train", "pipeline")
@@ -21,9 +27,11 @@ def emitted_names() -> set[str]:
     text = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     names = {value for value in text if NAME.fullmatch(value)}
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    # Names made of a prefix and a reason are emitted through the function that makes them.
+    # Names made of parts are emitted through the function that makes them.
     if dropped_name.__name__ in called:
         names |= {dropped_name(reason) for reason in DropReason}
+    if prox_name.__name__ in called:
+        names |= {prox_name(a, m) for a in PROX_APPROXIMATIONS for m in PROX_MEASURES}
     return names
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from offbeat.errors import DataError
 from offbeat.observe.ledger import LedgerTotals, TokenTotals
-from offbeat.observe.metrics import StepRecord
+from offbeat.observe.limits import RunSetup
+from offbeat.observe.metrics import PROX_APPROXIMATIONS, PROX_MEASURES, StepRecord, prox_name
 from offbeat.observe.rollouts import RolloutLog
 from offbeat.observe.show import (
     find_run,
@@ -22,6 +23,7 @@ from offbeat.observe.show import (
     sparkline,
 )
 from offbeat.observe.sinks import JsonlSink
+from offbeat.observe.spans import SpanName
 from offbeat.observe.summary import RunStatus, RunTotals
 from offbeat.types import (
     Completion,
@@ -35,6 +37,18 @@ from offbeat.types import (
     Scored,
     StopReason,
     Turn,
+)
+
+SETUP = RunSetup(
+    max_staleness=4,
+    cores=1,
+    trainer_threads=1,
+    generator_threads=1,
+    trains_in_bfloat16=False,
+    generates_in_bfloat16=False,
+    prefix_sharing=True,
+    gradient_checkpointing=False,
+    prox_pass=False,
 )
 
 GROUPS = LedgerTotals(
@@ -119,6 +133,56 @@ def test_completed_run_shows_summary_and_curves(tmp_path: Path) -> None:
     assert "200 generated = 150 trained + 50 wasted, 25.0% wasted" in text
     assert "▁▅█  0.100 to 0.300" in text
     assert "\x1b" not in text
+
+
+def test_limit_of_the_run_is_the_last_line(tmp_path: Path) -> None:
+    totals = RunTotals(0.0, records(3), SETUP)
+    totals.add_span(SpanName.WAIT, 0.0, 4.0)
+    totals.add_training(4.0, 5.0)
+    summary = totals.summary(now=5.0, status=RunStatus.COMPLETED, groups=GROUPS, tokens=TOKENS)
+    summary.write(make_run(tmp_path) / "summary.json")
+    view = load_run(tmp_path)
+    assert summary.limit is not None
+    assert run_text(view).splitlines()[-1] == f"limit     {summary.limit.sentence}"
+    assert json.loads(run_json(view))["limit"]["what"] == "nothing"
+
+
+def prox_records() -> list[StepRecord]:
+    def record(step: int, tokens: float, error: float, largest: float) -> StepRecord:
+        metrics = {"actor/tokens_count": tokens, "actor/prox_logp_mean": -1.5} | {
+            prox_name(a, m): error for a in PROX_APPROXIMATIONS for m in PROX_MEASURES
+        }
+        metrics["actor/prox_error_linear_max"] = largest
+        return StepRecord(step=step, version=step, seconds=1.0, metrics=metrics)
+
+    return [record(1, 30.0, 0.01, 0.75), record(2, 10.0, 0.05, 0.25)]
+
+
+def test_errors_of_the_proximal_approximations_are_a_table_of_means_over_steps(
+    tmp_path: Path,
+) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for r in [*prox_records(), StepRecord(step=3, version=3, seconds=1.0)]:
+        sink.write(r.step, r.flat())
+    view = load_run(tmp_path)
+    table = json.loads(run_json(view))["prox"]
+    assert table["actor/prox_error_linear_mean"] == pytest.approx((0.01 * 30 + 0.05 * 10) / 40)
+    assert table["actor/prox_error_linear_max"] == 0.75
+    assert len(table) == 1 + len(PROX_APPROXIMATIONS) * len(PROX_MEASURES)
+    text = run_text(view)
+    head = next(i for i, line in enumerate(text.splitlines()) if line.startswith("prox "))
+    title, columns, *rows = text.splitlines()[head:]
+    assert "mean -1.5000 nats" in title
+    assert "2 steps' mean" in title
+    assert [row.split()[0] for row in rows] == list(PROX_APPROXIMATIONS)
+    assert {len(row) for row in rows} == {len(columns)}
+    assert rows[1].split()[1:5] == ["0.02", "0.02", "0.75", "2.00%"]
+
+
+def test_run_that_did_not_measure_the_approximations_has_no_table(tmp_path: Path) -> None:
+    view = load_run(make_run(tmp_path))
+    assert "prox" not in run_text(view)
+    assert "prox" not in json.loads(run_json(view))
 
 
 def test_run_without_a_summary_shows_what_it_has_so_far(tmp_path: Path) -> None:

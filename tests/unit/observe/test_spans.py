@@ -17,8 +17,6 @@ from offbeat.observe.spans import (
     Span,
     SpanLog,
     SpanName,
-    decode_share_of_training_time,
-    engine_busy_fraction,
     merge,
     overlap_seconds,
     read_spans,
@@ -35,9 +33,9 @@ intervals = st.lists(
 )
 
 
-def ticks(some: list[Interval]) -> set[int]:
+def ticks(some: list[Interval], upto: int = TICKS) -> set[int]:
     """The unit cells [t, t + 1) that an interval covers: the naive discretization."""
-    return {t for t in range(TICKS) for start, end in some if start <= t and t + 1 <= end}
+    return {t for t in range(upto) for start, end in some if start <= t and t + 1 <= end}
 
 
 @settings(deadline=None)
@@ -57,15 +55,6 @@ def test_merge_covers_the_same_ticks_with_disjoint_ascending_intervals(
 def test_overlap_equals_the_ticks_in_both(a: list[Interval], b: list[Interval]) -> None:
     assert overlap_seconds(a, b) == len(ticks(a) & ticks(b))
     assert overlap_seconds(b, a) == overlap_seconds(a, b)
-
-
-@settings(deadline=None)
-@given(intervals, intervals)
-def test_shares_equal_their_definition(decode: list[Interval], training: list[Interval]) -> None:
-    busy = ticks(training)
-    share = decode_share_of_training_time(decode, training)
-    assert share == (len(ticks(decode) & busy) / len(busy) if busy else None)
-    assert engine_busy_fraction(decode, TICKS) == len(ticks(decode)) / TICKS
 
 
 @settings(deadline=None)
@@ -89,8 +78,9 @@ def test_running_totals_equal_the_shares_of_the_whole_run(
         pending = [s for s in pending if s[1] > at]
         # A span that is still running will tell of time before `at` later.
         busy.settle(min([at, *(s[0] for s in pending)]))
-    assert busy.decode_share() == decode_share_of_training_time(decode_spans, train_spans)
-    assert busy.engine_busy(500.0) == engine_busy_fraction(decode_spans, 500.0)
+    trained, decoded = (ticks(spans, 500) for spans in (train_spans, decode_spans))
+    assert busy.decode_share() == (len(decoded & trained) / len(trained) if trained else None)
+    assert busy.engine_busy(500.0) == len(decoded) / 500
 
 
 def _in_sequence(gaps_and_lengths: list[tuple[int, int]]) -> list[Interval]:

@@ -9,7 +9,9 @@ import pytest
 
 from offbeat.errors import DataError
 from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.limits import LimitedBy, RunSetup
 from offbeat.observe.metrics import StepRecord
+from offbeat.observe.spans import SpanName
 from offbeat.observe.summary import RunStatus, RunTotals, Summary, read_summary
 from offbeat.types import DropReason, GeneratorStats, PolicyVersion
 
@@ -17,6 +19,18 @@ GROUPS = LedgerTotals(
     admitted=10, trained=6, dropped=dict.fromkeys(DropReason, 0) | {DropReason.STALE: 1}, open=3
 )
 TOKENS = TokenTotals(generated=100, trained=80, wasted={"stale": 15, "untrained": 5})
+
+SETUP = RunSetup(
+    max_staleness=4,
+    cores=1,
+    trainer_threads=1,
+    generator_threads=1,
+    trains_in_bfloat16=False,
+    generates_in_bfloat16=False,
+    prefix_sharing=True,
+    gradient_checkpointing=False,
+    prox_pass=False,
+)
 
 STEPS = [
     StepRecord(
@@ -122,6 +136,7 @@ def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "decode_share_of_training_time",
         "engine_busy_fraction",
         "peak_rss_bytes",
+        "limit",
     ]
     assert list(found["seconds"]) == ["total", "training", "waiting"]
     assert list(found["eval"]) == ["first", "last", "best", "parts"]
@@ -149,6 +164,41 @@ def test_run_that_never_stepped_has_nulls_instead_of_zeros() -> None:
     s = summary_of(RunTotals(0.0), 1.0)
     assert (s.reward.first, s.eval.best, s.lag.group_max, s.lag.token_mean) == (None,) * 4
     assert s.decode_share_of_training_time is None
+
+
+def limited_run() -> Summary:
+    totals = RunTotals(100.0, setup=SETUP)
+    totals.add_span(SpanName.WAIT, 101.0, 103.0)
+    totals.add_span(SpanName.REWARD, 102.0, 103.0)
+    totals.add_engine("generator-0", stats(5, 1, ((101.0, 102.0), (105.0, 106.0))))
+    totals.add_training(103.0, 109.0)
+    totals.add_span(SpanName.TRAIN, 103.0, 109.0)
+    totals.add_span(SpanName.COMMIT, 109.0, 111.0)
+    return summary_of(totals, 111.0)
+
+
+def test_limit_of_the_run_is_told_with_its_seconds(tmp_path: Path) -> None:
+    s = limited_run()
+    assert s.limit is not None
+    assert (s.limit.what, s.limit.share) == (LimitedBy.TRAINING, 0.6)
+    seconds = s.limit.seconds
+    assert (seconds.starting, seconds.generation, seconds.rewards) == (1.0, 1.0, 1.0)
+    assert (seconds.training, seconds.publishing, seconds.rest) == (6.0, 2.0, 0.0)
+    assert seconds.starting + seconds.loop == s.seconds.total
+    assert "generation was idle 80 % of it" in s.limit.sentence
+    s.write(tmp_path / "summary.json")
+    found = json.loads((tmp_path / "summary.json").read_text())["limit"]
+    assert list(found) == ["what", "share", "seconds", "overlap_bound", "options", "sentence"]
+    assert read_summary(tmp_path / "summary.json") == s
+
+
+def test_limit_is_unknown_before_the_first_step_and_in_older_files(tmp_path: Path) -> None:
+    assert summary_of(RunTotals(0.0, setup=SETUP), 1.0).limit is None
+    whole_run().write(tmp_path / "summary.json")
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content.pop("limit") is None
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    assert read_summary(tmp_path / "summary.json") == whole_run()
 
 
 def test_resumed_run_counts_the_surviving_steps_of_earlier_attempts() -> None:

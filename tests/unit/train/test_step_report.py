@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.observe.metrics import METRICS
+from offbeat.observe.metrics import METRICS, PROX_MEASURES, prox_name
 from offbeat.train.batch import TrainBatch
 from offbeat.types import PolicyVersion, TrainSample
 
@@ -33,15 +33,8 @@ def test_metrics_method_trains_as_recompute_and_reports_the_approximations(
     reports = [t.actor.update(rollouts, V2).metrics for t in (plain, measured)]
     for name, weight in plain.engine.snapshot().items():
         assert torch.equal(weight, measured.engine.snapshot()[name])
-    extra = {
-        f"actor/{what}_{name}_{how}"
-        for name in APPROXIMATIONS
-        for what, how in (
-            ("prox_error", "mean"),
-            ("prox_error", "max"),
-            ("prox_ratio_error", "mean"),
-        )
-    }
+    extra = {prox_name(name, m) for name in APPROXIMATIONS for m in PROX_MEASURES}
+    extra.add("actor/prox_logp_mean")
     assert reports[1].keys() - reports[0].keys() == extra
     assert {n: v for n, v in reports[1].items() if n not in extra} == reports[0]
 
@@ -60,16 +53,59 @@ def test_errors_of_the_approximations_are_their_distance_from_the_recomputed_log
     }
     metrics = trainer.actor.update(rollouts, V2).metrics
     for name, guess in approximate.items():
-        error, ratio = (guess - p).abs(), ((p - guess).exp() - 1).abs()
-        found = {
-            how: metrics[f"actor/{what}_{name}_{how}"]
-            for what, how in (("prox_error", "mean"), ("prox_error", "max"))
+        error, ratio = (guess - p).abs(), (p - guess).exp()
+        weight, true_weight = (guess - o).exp(), (p - o).exp()
+        expected = {
+            "logp_mean": guess.mean(),
+            "error_mean": error.mean(),
+            "error_max": error.max(),
+            "relative_error_mean": error.mean() / p.abs().mean(),
+            "squared_error_mean": error.square().mean(),
+            "behave_weight_mean": weight.mean(),
+            "behave_error_mean": (weight - true_weight).abs().mean(),
+            "behave_relative_error_mean": ((weight - true_weight).abs() / true_weight).mean(),
+            "ratio_mean": ratio.mean(),
+            "ratio_error_mean": (ratio - 1).abs().mean(),
+            "ratio_relative_error_mean": (ratio - 1).abs().mean(),
         }
-        assert found["mean"] == pytest.approx(float(error.mean()), rel=1e-4)
-        assert found["max"] == pytest.approx(float(error.max()), rel=1e-4)
-        got = metrics[f"actor/prox_ratio_error_{name}_mean"]
-        assert got == pytest.approx(float(ratio.mean()), rel=1e-4)
+        assert expected.keys() == PROX_MEASURES.keys()
+        for measure, value in expected.items():
+            got = metrics[prox_name(name, measure)]
+            assert got == pytest.approx(float(value), rel=1e-4, abs=1e-7), (name, measure)
+    assert metrics["actor/prox_logp_mean"] == pytest.approx(float(p.mean()), rel=1e-5)
     assert metrics["actor/prox_error_rollout_mean"] > metrics["actor/prox_error_loglinear_mean"] > 0
+
+
+def test_several_minibatches_measure_against_the_weights_at_the_start_of_the_step(
+    moved: Callable[..., Any], rollouts: list[TrainSample]
+) -> None:
+    trainer = moved(
+        use_decoupled_loss=True, prox_logp_method="metrics", ppo_n_minibatches=4, lr=0.01
+    )
+    p, batch = present_logp(trainer, rollouts)
+    found = trainer.actor.update(rollouts, V2).metrics
+    rollout = (batch.behave_logp.double() - p).abs()
+    # p and o do not move with the minibatches; ℓ, and with it the other approximations, does.
+    assert found["actor/prox_logp_mean"] == pytest.approx(float(p.mean()), rel=1e-4)
+    assert found["actor/prox_error_rollout_mean"] == pytest.approx(float(rollout.mean()), rel=1e-4)
+    one = moved(use_decoupled_loss=True, prox_logp_method="metrics").actor.update(rollouts, V2)
+    moved_by = found["actor/prox_error_loglinear_mean"]
+    assert abs(moved_by - one.metrics["actor/prox_error_loglinear_mean"]) > 1e-3 * moved_by
+    assert found["actor/prox_ratio_rollout_mean"] != pytest.approx(
+        one.metrics["actor/prox_ratio_rollout_mean"], rel=1e-6
+    )
+
+
+def test_fresh_rollouts_of_one_minibatch_have_no_approximation_error(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample]
+) -> None:
+    trainer = make_trainer(use_decoupled_loss=True, prox_logp_method="metrics")
+    p, batch = present_logp(trainer, rollouts)
+    same = (batch.behave_logp.double() - p).abs().max()
+    found = trainer.actor.update(rollouts, V1).metrics
+    for name in APPROXIMATIONS:
+        assert found[prox_name(name, "error_max")] <= float(same) + 1e-6
+        assert found[prox_name(name, "ratio_mean")] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_distance_of_proximal_from_behavior_policy_is_reported(
