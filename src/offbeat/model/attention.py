@@ -20,16 +20,16 @@ T keys, D head size.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.errors import ModelError
+from offbeat.types import IntArray
 
 ATTENTION = "offbeat"
 """Name under which the attention function is registered in transformers."""
@@ -100,26 +100,21 @@ class AttentionBlock:
     keys: Tensor
     bias: Tensor
 
-    def query(self, rows: Tensor, kv_heads: int) -> Tensor:
-        """``rows`` [N, H, D] as [S, K, G, M, D]: heads that share a key head become extra rows."""
-        return self.by_query(rows.index_select(0, self.queries), kv_heads)
+    def query_places(self, heads: int, kv_heads: int) -> Tensor:
+        """[S · K · G · M] rows of a flat [N · H, D]: heads that share a key head are more rows."""
+        return self._by_head(self.queries, heads, kv_heads)
 
-    def by_query(self, rows: Tensor, kv_heads: int) -> Tensor:
-        """[S · M, H, D] as [S, K, G, M, D]."""
-        heads, dim = rows.shape[1:]
-        split = rows.view(self.sequences, -1, kv_heads, heads // kv_heads, dim)
-        return split.permute(0, 2, 3, 1, 4)
+    def target_places(self, heads: int, kv_heads: int) -> Tensor:
+        """As ``query_places``, where results go in a flat [(N + 1) · H, D]."""
+        return self._by_head(self.targets, heads, kv_heads)
 
-    def by_key(self, rows: Tensor) -> Tensor:
-        """``rows`` [N, K, D] as [S, K, T, D]."""
-        kv_heads, dim = rows.shape[1:]
-        found = rows.index_select(0, self.keys).view(self.sequences, -1, kv_heads, dim)
-        return found.transpose(1, 2)
+    def key_places(self, kv_heads: int) -> Tensor:
+        """[S · K · T] rows of a flat [N · K, D]."""
+        return self._by_head(self.keys, kv_heads, kv_heads)
 
-    def to_rows(self, out: Tensor) -> Tensor:
-        """[S, K, G, M, D] as [S · M, H, D]."""
-        s, k, g, m, d = out.shape
-        return out.permute(0, 3, 1, 2, 4).reshape(s * m, k * g, d)
+    def _by_head(self, tokens: Tensor, heads: int, kv_heads: int) -> Tensor:
+        head = torch.arange(heads, device=tokens.device).view(1, kv_heads, -1, 1)
+        return (tokens.view(self.sequences, 1, 1, -1) * heads + head).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,105 +147,94 @@ class PackedLayout:
         ``parents`` gives for each segment the index of the one it continues, itself without a
         parent; by default no segment has one.
         """
-        parents = parents if parents is not None else [None] * len(lengths)
-        starts = tuple(accumulate(lengths, initial=0))[:-1]
-        prefixes = [
-            None if p is None else _Span(start=starts[p], length=lengths[p]) for p in parents
-        ]
-        total = sum(lengths)
+        size = np.asarray(lengths, dtype=np.int64)
+        start = np.cumsum(size) - size
+        total = int(size.sum())
         tokens = round_up(total, TOKEN_ROWS)
-        positions = torch.zeros(tokens, dtype=torch.long)
-        pieces: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
-        for start, n, prefix in zip(starts, lengths, prefixes, strict=True):
-            before = prefix.length if prefix else 0
-            positions[start : start + n] = torch.arange(before, before + n)
-            for first in range(0, n, KEY_BLOCK):
-                end = min(n, first + KEY_BLOCK)
-                piece = _Piece(start=start, first=first, end=end, prefix=prefix)
-                shape = (round_up(end - first, TOKEN_ROWS), key_bucket(before + end))
-                pieces[shape].append(piece)
+        parent = np.array([-1 if p is None else p for p in parents or [None] * len(size)])
+        before = np.where(parent >= 0, size[parent], 0)
+        pieces = _Pieces.cut(
+            start, size, prefix=np.where(parent >= 0, start[parent], 0), before=before
+        )
+        place = np.arange(total) - np.repeat(start, size) + np.repeat(before, size)
         return cls(
             tokens=tokens,
-            longest=max(
-                len_ + (p.length if p else 0) for len_, p in zip(lengths, prefixes, strict=True)
-            ),
-            positions=positions.to(device),
-            starts=starts,
+            longest=int((before + size).max()),
+            positions=torch.from_numpy(np.pad(place, (0, tokens - total))).to(device),
+            starts=tuple(start.tolist()),
             lengths=tuple(lengths),
-            blocks=tuple(
-                _block(pieces[shape], *shape, nowhere=tokens, device=device)
-                for shape in sorted(pieces)
-            ),
+            blocks=tuple(pieces.blocks(nowhere=tokens, device=device)),
         )
 
-    def pack(self, segments: Sequence[Tensor]) -> Tensor:
+    def pack(self, segments: Sequence[IntArray]) -> Tensor:
         """The token ids of all segments as one padded row ``[N]`` int64 (padding is id 0)."""
-        flat = torch.zeros(self.tokens, dtype=torch.long, device=self.positions.device)
-        for start, segment in zip(self.starts, segments, strict=True):
-            flat[start : start + len(segment)] = segment
-        return flat
+        flat = np.zeros(self.tokens, dtype=np.int64)
+        flat[: sum(self.lengths)] = np.concatenate(segments)
+        return torch.from_numpy(flat).to(self.positions.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """Packed tokens ``start .. start + length``."""
+class _Pieces:
+    """At most ``KEY_BLOCK`` consecutive tokens of one segment each; arrays are [pieces] int64.
 
-    start: int
-    length: int
+    Tokens ``first .. end`` of the segment at ``start``, which continues the ``before`` packed
+    tokens at ``prefix``.
+    """
 
+    start: IntArray
+    first: IntArray
+    end: IntArray
+    prefix: IntArray
+    before: IntArray
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Tokens ``first .. end`` of the segment at ``start``, which continues ``prefix``."""
+    @classmethod
+    def cut(cls, start: IntArray, size: IntArray, *, prefix: IntArray, before: IntArray) -> _Pieces:
+        """All segments, a long one as several pieces."""
+        count = -(-size // KEY_BLOCK)
+        segment = np.repeat(np.arange(len(size)), count)
+        first = (np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)) * KEY_BLOCK
+        return cls(
+            start=start[segment],
+            first=first,
+            end=np.minimum(first + KEY_BLOCK, size[segment]),
+            prefix=prefix[segment],
+            before=before[segment],
+        )
 
-    start: int
-    first: int
-    end: int
-    prefix: _Span | None
+    def blocks(self, *, nowhere: int, device: torch.device) -> Iterator[AttentionBlock]:
+        """Pieces of one padded shape together."""
+        rows = -(-(self.end - self.first) // TOKEN_ROWS) * TOKEN_ROWS
+        keys = np.array([key_bucket(n) for n in (self.before + self.end).tolist()])
+        for m, t in sorted(set(zip(rows.tolist(), keys.tolist(), strict=True))):
+            yield self._block(np.flatnonzero((rows == m) & (keys == t)), m, t, nowhere, device)
 
-    def queries(self) -> Tensor:
-        return torch.arange(self.start + self.first, self.start + self.end)
-
-    def keys(self) -> Tensor:
-        own = torch.arange(self.start, self.start + self.end)
-        if self.prefix is None:
-            return own
-        begin = self.prefix.start
-        return torch.cat([torch.arange(begin, begin + self.prefix.length), own])
-
-    @property
-    def before(self) -> int:
-        """Keys that the first query sees besides itself."""
-        return self.first + (self.prefix.length if self.prefix else 0)
-
-
-def _block(
-    pieces: Sequence[_Piece], rows: int, keys: int, *, nowhere: int, device: torch.device
-) -> AttentionBlock:
-    """``pieces`` padded to ``rows`` queries and ``keys`` keys each."""
-    queries = [p.queries() for p in pieces]
-    visible = torch.tensor([p.before for p in pieces])
-    if bool((visible == visible[0]).all()):
-        visible = visible[:1]
-    place, row = torch.arange(keys), torch.arange(rows)
-    # A padded query sees what a longer piece would show it: at least the first key.
-    hidden = place[None, None, :] > visible[:, None, None] + row[None, :, None]
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return AttentionBlock(
-        sequences=len(pieces),
-        queries=torch.cat([_repeat_last(q, rows) for q in queries]).to(device),
-        targets=torch.cat([_pad(q, rows, nowhere) for q in queries]).to(device),
-        keys=torch.cat([_repeat_last(p.keys(), keys) for p in pieces]).to(device),
-        bias=bias.to(device),
-    )
-
-
-def _pad(index: Tensor, size: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(index, (0, size - len(index)), value=value)
-
-
-def _repeat_last(index: Tensor, size: int) -> Tensor:
-    return _pad(index, size, int(index[-1]))
+    def _block(
+        self, pieces: IntArray, rows: int, keys: int, nowhere: int, device: torch.device
+    ) -> AttentionBlock:
+        start, first, end, prefix, before = (
+            x[pieces, None] for x in (self.start, self.first, self.end, self.prefix, self.before)
+        )
+        row, place = np.arange(rows), np.arange(keys)
+        query = start + np.minimum(first + row, end - 1)
+        own = start + np.minimum(place - before, end - 1)
+        seen = before + first
+        if (seen == seen[0]).all():
+            seen = seen[:1]
+        # A padded query sees what a longer piece would show it: at least the first key.
+        hidden = place > seen[:, :, None] + row[:, None]
+        target = np.where(first + row < end, query, nowhere)
+        key = np.where(place < before, prefix + place, own)
+        bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
+        queries, targets, key_tokens = (
+            torch.from_numpy(x.reshape(-1)).to(device) for x in (query, target, key)
+        )
+        return AttentionBlock(
+            sequences=len(pieces),
+            queries=queries,
+            targets=targets,
+            keys=key_tokens,
+            bias=torch.from_numpy(bias).to(device),
+        )
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -271,50 +255,68 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.blocks, ctx.scale = blocks, scale
-        kv_heads = key.shape[1]
-        # One row more, for results that go nowhere.
-        out = query.new_zeros(query.shape[0] + 1, *query.shape[1:])
+        n, heads, dim = query.shape
+        # One token more, for results that go nowhere.
+        out = query.new_zeros((n + 1) * heads, dim)
         for block in blocks:
-            q, k, v = block.query(query, kv_heads), block.by_key(key), block.by_key(value)
-            out.index_copy_(
-                0, block.targets, block.to_rows(attend_core(q, k, v, block.bias, scale))
-            )
-        return out[:-1]
+            q, k, v = _gather(block, query, key, value)
+            o = attend_core(q, k, v, block.bias, scale)
+            out.index_copy_(0, block.target_places(heads, key.shape[1]), o.view(-1, dim))
+        return out.view(n + 1, heads, dim)[:-1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value = ctx.saved_tensors
-        d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        n, heads, dim = query.shape
+        d_query = query.new_zeros((n + 1) * heads, dim)
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        flat_grad = torch.cat([grad, grad.new_zeros(1, heads, dim)]).view(-1, dim)
         for block in ctx.blocks:
-            dq, dk, dv = _block_gradient(block, query, key, value, grad, ctx.scale)
-            d_query.index_add_(0, block.queries, dq)
+            places = block.target_places(heads, key.shape[1])
+            d_out = flat_grad.index_select(0, places)
+            dq, dk, dv = _block_gradient(block, query, key, value, d_out, ctx.scale)
+            d_query.index_copy_(0, places, dq)
             d_key.index_add_(0, block.keys, dk)
             d_value.index_add_(0, block.keys, dv)
-        return d_query, d_key, d_value, None, None
+        return d_query.view(n + 1, heads, dim)[:-1], d_key, d_value, None, None
+
+
+def _gather(
+    block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [S, K, G, M, D], keys and values [S, K, T, D] of one block."""
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    places = block.key_places(kv_heads)
+    q = query.reshape(-1, dim).index_select(0, block.query_places(heads, kv_heads))
+    k, v = (
+        x.reshape(-1, dim).index_select(0, places).view(block.sequences, kv_heads, -1, dim)
+        for x in (key, value)
+    )
+    return q.view(block.sequences, kv_heads, heads // kv_heads, -1, dim), k, v
 
 
 def _block_gradient(
-    block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: float
+    block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block: [S · M, H, D] of its queries, [S · T, K, D] of keys and values."""
-    kv_heads, dim = key.shape[1:]
-    q, k, v = block.query(query, kv_heads), block.by_key(key), block.by_key(value)
-    s, _, g, m, _ = q.shape
-    p = _probabilities(q, k, block.bias, scale)
-    flat_k, flat_v = (x.reshape(s * kv_heads, -1, dim) for x in (k, v))
-    flat_q = q.reshape(s * kv_heads, g * m, dim)
-    d_out = block.by_query(grad.index_select(0, block.targets), kv_heads).reshape(flat_q.shape)
-    d_p = torch.bmm(d_out, flat_v.transpose(1, 2))
-    # d softmax: p ∘ (dp − Σ p dp)
-    d_scores = p * (d_p - (p * d_p).sum(-1, keepdim=True))
+    """Gradients of one block, given that of its results [S · K · G · M, D].
 
-    def to_keys(x: Tensor) -> Tensor:
+    Returns: [S · K · G · M, D] of queries, [S · T, K, D] of keys and values.
+    """
+    q, k, v = _gather(block, query, key, value)
+    s, kv_heads, g, m, dim = q.shape
+    flat_q, flat_k, flat_v = q.view(s * kv_heads, g * m, dim), k.flatten(0, 1), v.flatten(0, 1)
+    d_out = d_out.view(flat_q.shape)
+    p = _probabilities(q, k, block.bias, scale)
+    d_p = torch.bmm(d_out, flat_v.transpose(1, 2))
+    # d softmax: p ∘ (dp − Σ p dp), and the scale of the scores
+    d_scores = d_p.sub_((p * d_p).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+
+    def to_tokens(x: Tensor) -> Tensor:
         return x.view(s, kv_heads, -1, dim).transpose(1, 2).reshape(-1, kv_heads, dim)
 
-    d_q = torch.bmm(d_scores, flat_k).mul_(scale).view(q.shape)
-    d_k = torch.bmm(d_scores.transpose(1, 2), flat_q).mul_(scale)
-    return block.to_rows(d_q), to_keys(d_k), to_keys(torch.bmm(p.transpose(1, 2), d_out))
+    d_k = torch.bmm(d_scores.transpose(1, 2), flat_q)
+    d_v = torch.bmm(p.transpose(1, 2), d_out)
+    return torch.bmm(d_scores, flat_k).view(-1, dim), to_tokens(d_k), to_tokens(d_v)
 
 
 class PackedContext:

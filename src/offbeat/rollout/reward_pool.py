@@ -33,8 +33,9 @@ from offbeat.errors import ConfigError, OffbeatError, RewardError, WorkerError, 
 from offbeat.rollout.reward_process import GRACE_SECONDS, Ending, Lost, RewardProcess
 from offbeat.rollout.reward_wire import Answer, Canceled, Failed, Load, LoadNamed, LoadPickled
 
-JOBS_PER_PROCESS = 64
-"""Asynchronous jobs that share one process."""
+JOBS_PER_PROCESS = 512
+"""Asynchronous jobs that share one process: waiting ones cost little, and all answers of all groups
+that may be open should be able to wait at the same time."""
 
 MAX_FAILED_STARTS = 3
 """Processes in a row that may die before their function is loaded."""

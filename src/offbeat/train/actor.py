@@ -234,8 +234,8 @@ class PPOActor:
         """``rows`` of ``batch`` cut by the token budget; those the policy wrote nothing in are left
         out.
         """
-        rows = [r for r in rows if batch.row_tokens[r]]
-        groups, shared = batch.group_ids.tolist(), batch.shared.tolist()
+        rows = [r for r in rows if len(batch.targets[r])]
+        groups, shared = batch.groups.tolist(), batch.shared.tolist()
         parts = pack_siblings(
             [len(batch.tokens[r]) for r in rows],
             [groups[r] for r in rows],

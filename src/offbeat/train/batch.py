@@ -25,16 +25,20 @@ from offbeat.types import GroupId, IntArray, TrainSample
 class TrainBatch:
     """Rows of one step, or a selection of them.
 
-    ``tokens``: R tensors [T_r] int64. ``targets``: R tensors, places of the policy's tokens in
-    their row, each ≥ 1. Per policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64,
+    On the host, for packing: ``tokens``: R arrays [T_r]; ``targets``: R arrays, places of the
+    policy's tokens in their row, each ≥ 1; ``groups`` [R]: group ids; ``shared`` [R]: leading
+    tokens that the model reads in every row of the group, so that one forward pass can compute them
+    once (0 where that is off).
+
+    On the device, per policy token, [P]: ``behave_logp`` float32 nats, ``versions`` int64,
     ``seq_id`` int64 in 0..R-1. Per row, [R]: ``row_tokens`` int64 policy tokens, ``rewards``
-    float32, ``truncated`` bool, ``group_ids`` int64, ``shared`` int64: leading tokens that the
-    model reads in every row of the group, so that one forward pass can compute them once (0 where
-    that is off).
+    float32, ``truncated`` bool, ``group_ids`` int64.
     """
 
-    tokens: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
+    tokens: tuple[IntArray, ...]
+    targets: tuple[IntArray, ...]
+    groups: IntArray
+    shared: IntArray
     behave_logp: Tensor
     versions: Tensor
     seq_id: Tensor
@@ -42,7 +46,6 @@ class TrainBatch:
     rewards: Tensor
     truncated: Tensor
     group_ids: Tensor
-    shared: Tensor
 
     @classmethod
     def build(
@@ -59,26 +62,26 @@ class TrainBatch:
                 "a rollout starts with a policy token: there is nothing to predict it from"
             )
         masks = [s.loss_mask for s in samples]
-        targets = tuple(torch.from_numpy(np.flatnonzero(m)).to(device) for m in masks)
+        targets = tuple(np.flatnonzero(m) for m in masks)
         counts = torch.tensor([len(t) for t in targets], device=device)
+        groups = np.array([s.group_id for s in samples], dtype=np.int64)
 
         def flat(name: str) -> Tensor:
             arrays = [getattr(s, name)[m] for s, m in zip(samples, masks, strict=True)]
             return torch.from_numpy(np.concatenate(arrays)).to(device)
 
         return cls(
-            tokens=tuple(torch.from_numpy(s.tokens.copy()).to(device) for s in samples),
+            tokens=tuple(s.tokens for s in samples),
             targets=targets,
+            groups=groups,
+            shared=_shared_prefixes(samples) if share_prefixes else np.zeros_like(groups),
             behave_logp=flat("behave_logp"),
             versions=flat("versions"),
             seq_id=torch.repeat_interleave(torch.arange(len(samples), device=device), counts),
             row_tokens=counts,
             rewards=torch.tensor([s.reward for s in samples], device=device),
             truncated=torch.tensor([s.truncated for s in samples], device=device),
-            group_ids=torch.tensor([s.group_id for s in samples], device=device),
-            shared=torch.tensor(
-                _shared_prefixes(samples) if share_prefixes else [0] * len(samples), device=device
-            ),
+            group_ids=torch.from_numpy(groups).to(device),
         )
 
     @property
@@ -93,10 +96,12 @@ class TrainBatch:
 
     def places(self, rows: Sequence[int]) -> Tensor:
         """Indices into the [P] arrays of the policy tokens of ``rows``, in that order."""
-        ends = self.row_tokens.cumsum(0)
-        starts = ends - self.row_tokens
-        spans = [torch.arange(int(starts[r]), int(ends[r]), device=ends.device) for r in rows]
-        return torch.cat(spans)
+        counts = np.array([len(t) for t in self.targets])
+        starts, chosen = np.cumsum(counts) - counts, counts[rows]
+        # Each row's own range, one behind the other.
+        offset = np.arange(chosen.sum()) - np.repeat(np.cumsum(chosen) - chosen, chosen)
+        places = np.repeat(starts[rows], chosen) + offset
+        return torch.from_numpy(places).to(self.seq_id.device)
 
     def select(self, rows: Sequence[int]) -> TrainBatch:
         """The batch of these rows only, in the order given."""
@@ -106,6 +111,8 @@ class TrainBatch:
         return TrainBatch(
             tokens=tuple(self.tokens[r] for r in rows),
             targets=tuple(self.targets[r] for r in rows),
+            groups=self.groups[rows],
+            shared=self.shared[rows],
             behave_logp=self.behave_logp[places],
             versions=self.versions[places],
             seq_id=torch.repeat_interleave(torch.arange(len(rows), device=places.device), counts),
@@ -113,11 +120,10 @@ class TrainBatch:
             rewards=self.rewards[index],
             truncated=self.truncated[index],
             group_ids=self.group_ids[index],
-            shared=self.shared[index],
         )
 
 
-def _shared_prefixes(samples: Sequence[TrainSample]) -> list[int]:
+def _shared_prefixes(samples: Sequence[TrainSample]) -> IntArray:
     """Per row, the leading tokens it has in common with all rows of its group; 0 when alone.
 
     A row is read up to the token before its last policy token: nothing is predicted from later
@@ -128,12 +134,10 @@ def _shared_prefixes(samples: Sequence[TrainSample]) -> list[int]:
         places = np.flatnonzero(sample.loss_mask)
         if len(places):
             read[sample.group_id][row] = sample.tokens[: places[-1]]
-    shared = [0] * len(samples)
+    shared = np.zeros(len(samples), dtype=np.int64)
     for rows in read.values():
         if len(rows) > 1:
-            common = _common_prefix(list(rows.values()))
-            for row in rows:
-                shared[row] = common
+            shared[list(rows)] = _common_prefix(list(rows.values()))
     return shared
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.model.attention import PackedLayout
 from offbeat.train.batch import TrainBatch
+from offbeat.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +35,23 @@ class PackedRows:
     def build(cls, rows: TrainBatch) -> PackedRows:
         """Pack ``rows``, of which at least one has a policy token."""
         segments = _Segments()
-        for row in range(rows.rows):
-            segments.add(
-                rows.tokens[row],
-                rows.targets[row],
-                group=int(rows.group_ids[row]),
-                shared=int(rows.shared[row]),
-            )
-        device = rows.behave_logp.device
+        for tokens, targets, group, shared in zip(
+            rows.tokens, rows.targets, rows.groups.tolist(), rows.shared.tolist(), strict=True
+        ):
+            if len(targets):
+                segments.add(tokens, targets, group, shared)
+        device = rows.seq_id.device
         lengths = [len(t) for t in segments.tokens]
         layout = PackedLayout.build(lengths, parents=segments.parents, device=device)
-        # A state is (segment, place in it).
-        begins = torch.tensor(layout.starts, device=device)
+        # A state is a segment and a place in it.
+        states = np.take(layout.starts, np.concatenate(segments.state_segments))
+        states += np.concatenate(segments.state_places)
+        targets = np.concatenate([t[at] for t, at in zip(rows.tokens, rows.targets, strict=True)])
         return cls(
             layout=layout,
             tokens=layout.pack(segments.tokens),
-            states=begins[torch.cat(segments.state_segment)] + torch.cat(segments.state_place),
-            targets=torch.cat([t[at] for t, at in zip(rows.tokens, rows.targets, strict=True)]),
+            states=torch.from_numpy(states).to(device),
+            targets=torch.from_numpy(targets).to(device),
         )
 
 
@@ -57,33 +59,28 @@ class _Segments:
     """Segments in the order they are laid out, and of each policy token the state before it."""
 
     def __init__(self) -> None:
-        self.tokens: list[Tensor] = []
+        self.tokens: list[IntArray] = []
         self.parents: list[int | None] = []
-        self.state_segment: list[Tensor] = []
-        self.state_place: list[Tensor] = []
+        self.state_segments: list[IntArray] = []
+        self.state_places: list[IntArray] = []
         self._prefixes: dict[int, int] = {}
 
-    def add(self, tokens: Tensor, targets: Tensor, *, group: int, shared: int) -> None:
+    def add(self, tokens: IntArray, targets: IntArray, group: int, shared: int) -> None:
         """One row: the group's prefix once, then what the row has beyond it."""
-        if not len(targets):
-            return
-        before = targets - 1
-        end = int(targets[-1])
+        before, end = targets - 1, int(targets[-1])
         in_prefix = before < shared
         prefix = self._prefix(group, tokens[:shared]) if shared else None
-        segment = torch.full_like(before, -1 if prefix is None else prefix)
         # A row may end with the prefix: then it has no segment of its own.
-        if end > shared:
-            segment[~in_prefix] = self._segment(tokens[shared:end], prefix)
-        self.state_segment.append(segment)
-        self.state_place.append(torch.where(in_prefix, before, before - shared))
+        own = self._segment(tokens[shared:end], prefix) if end > shared else -1
+        self.state_segments.append(np.where(in_prefix, -1 if prefix is None else prefix, own))
+        self.state_places.append(np.where(in_prefix, before, before - shared))
 
-    def _prefix(self, group: int, tokens: Tensor) -> int:
+    def _prefix(self, group: int, tokens: IntArray) -> int:
         if group not in self._prefixes:
             self._prefixes[group] = self._segment(tokens, None)
         return self._prefixes[group]
 
-    def _segment(self, tokens: Tensor, parent: int | None) -> int:
+    def _segment(self, tokens: IntArray, parent: int | None) -> int:
         self.tokens.append(tokens)
         self.parents.append(parent)
         return len(self.tokens) - 1

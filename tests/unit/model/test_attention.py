@@ -59,7 +59,7 @@ def test_a_layout_places_every_token_once_and_restarts_positions(lengths: tuple[
     assert layout.tokens % 16 == 0
     assert layout.tokens - sum(lengths) in range(16)
     rows = [torch.arange(100 * i, 100 * i + n) for i, n in enumerate(lengths)]
-    packed = layout.pack(rows)
+    packed = layout.pack([r.numpy() for r in rows])
     for start, row in zip(layout.starts, rows, strict=True):
         assert torch.equal(packed[start : start + len(row)], row)
         assert torch.equal(layout.positions[start : start + len(row)], torch.arange(len(row)))
