@@ -96,7 +96,12 @@ async def subject(
             )
             for i in range(replicas)
         ]
-        remotes = [RemoteGenerator(w, request_timeout=30, control_timeout=30) for w in workers]
+        remotes = [
+            await stack.enter_async_context(
+                RemoteGenerator(w, request_timeout=30, control_timeout=30)
+            )
+            for w in workers
+        ]
         for remote in remotes:
             info = await remote.info()
             assert (info.device, info.dtype, info.bitwise) == ("cpu", "float32", True)

@@ -5,9 +5,14 @@ Owns the start-up specification that crosses to the process, and the typed calls
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
+from offbeat.errors import GenerationError, OffbeatError, StallError
+from offbeat.launch.calls import Fault
 from offbeat.launch.protocols import WorkerHandle
 from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
 
@@ -48,13 +53,25 @@ class EngineInfo:
     onednn: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """The end of one request: its completion, or what it failed with."""
+
+    request_id: str
+    completion: Completion | None
+    fault: Fault | None
+
+
 class RemoteGenerator:
-    """``Generator`` over a worker's HTTP endpoint.
+    """``Generator`` over a worker's endpoint. Use as an async context manager.
+
+    Requests and cancellations of the same moment travel in one call; one other call waits for
+    answers (``mailbox``). A call that fails fails the requests that were waiting for it.
 
     Args:
         worker: the generator process.
         request_timeout: seconds one completion may take, waiting included.
-        control_timeout: seconds a control call (stage, commit, stats) may take.
+        control_timeout: seconds any other call (stage, commit, stats) may take.
     """
 
     def __init__(
@@ -64,11 +81,100 @@ class RemoteGenerator:
         self._client = worker.client
         self._request_timeout = request_timeout
         self._control_timeout = control_timeout
+        self._tasks = asyncio.TaskGroup()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._outbox: dict[str, GenerateRequest] = {}
+        self._cancelled: list[str] = []
+        self._to_send = asyncio.Event()
+        self._to_collect = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._pumps = [self._tasks.create_task(p) for p in (self._send(), self._collect())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await self._tasks.__aexit__(kind, exc, tb)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return await self._client.call(
-            "generate", request, returns=Completion, timeout=self._request_timeout
-        )
+        """See ``Generator``. Cancelling the call frees the request's slot."""
+        name = request.request_id
+        if name in self._waiting:
+            raise GenerationError(f"{self.name}: request {name} is already running")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = future
+        self._outbox[name] = request
+        self._to_send.set()
+        self._to_collect.set()
+        try:
+            async with asyncio.timeout(self._request_timeout) as deadline:
+                return await future
+        except TimeoutError as exc:
+            if not deadline.expired():
+                raise
+            raise StallError(
+                f"{self.name}: no answer to request {name} in {self._request_timeout:g} s"
+            ) from exc
+        finally:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """The caller is gone; an unanswered request is cancelled."""
+        future = self._waiting.pop(name)
+        unanswered = not future.done() or future.cancelled()
+        if self._outbox.pop(name, None) is None and unanswered:
+            self._cancelled.append(name)
+            self._to_send.set()
+
+    async def _send(self) -> None:
+        """Hand over what has come together since the last call."""
+        while True:
+            await self._to_send.wait()
+            self._to_send.clear()
+            requests, self._outbox = list(self._outbox.values()), {}
+            cancelled, self._cancelled = self._cancelled, []
+            try:
+                await self._client.call(
+                    "submit", requests, cancelled, timeout=self._control_timeout
+                )
+            except OffbeatError as exc:
+                self._fail([r.request_id for r in requests], exc)
+
+    async def _collect(self) -> None:
+        """Fetch answers as long as somebody waits for one."""
+        while True:
+            await self._to_collect.wait()
+            try:
+                found = await self._client.call(
+                    "collect", returns=list[Delivery], timeout=self._control_timeout
+                )
+            except OffbeatError as exc:
+                self._fail(list(self._waiting), exc)
+            else:
+                self._deliver(found)
+            if not self._waiting:
+                self._to_collect.clear()
+
+    def _deliver(self, found: Sequence[Delivery]) -> None:
+        for d in found:
+            future = self._waiting.get(d.request_id)
+            if future is None or future.done():
+                continue
+            if d.completion is not None:
+                future.set_result(d.completion)
+            elif d.fault is not None:
+                future.set_exception(d.fault.exception(self.name))
+
+    def _fail(self, names: Sequence[str], error: OffbeatError) -> None:
+        for name in names:
+            future = self._waiting.get(name)
+            if future is not None and not future.done():
+                future.set_exception(error)
 
     async def stage(self, update: WeightUpdate) -> None:
         await self._client.call("stage", update, timeout=self._control_timeout)

@@ -21,9 +21,10 @@ import torch
 
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import GenerationError, OffbeatError, boundary
-from offbeat.generate.client import EngineInfo, GeneratorSpec
+from offbeat.generate.client import Delivery, EngineInfo, GeneratorSpec
 from offbeat.generate.engine.engine import Engine
 from offbeat.generate.engine.selfcheck import compare_paths
+from offbeat.generate.mailbox import Mailbox
 from offbeat.launch.codec import decode
 from offbeat.model.linear import pack_for_inference, use_onednn
 from offbeat.model.load import load_model, resolve_device, resolve_dtype
@@ -37,12 +38,13 @@ T = TypeVar("T")
 class GeneratorService:
     """Serves one engine. Create with ``open_service``."""
 
-    METHODS = ("generate", "stage", "commit", "pause", "resume", "abort", "stats", "info")
+    METHODS = ("submit", "collect", "stage", "commit", "pause", "resume", "abort", "stats", "info")
 
     def __init__(self, engine: Engine, subscriber: MemorySubscriber, info: EngineInfo) -> None:
         self._engine = engine
         self._subscriber = subscriber
         self._info = info
+        self.mailbox = Mailbox(self.generate)
         self._loop = asyncio.get_running_loop()
         self._ids: set[str] = set()
         """Requests with a caller; the loop's."""
@@ -74,6 +76,12 @@ class GeneratorService:
             raise
         finally:
             self._ids.discard(request.request_id)
+
+    async def submit(self, requests: list[GenerateRequest], cancelled: list[str]) -> None:
+        await self.mailbox.submit(requests, cancelled)
+
+    async def collect(self) -> list[Delivery]:
+        return await self.mailbox.collect()
 
     async def stage(self, update: WeightUpdate) -> None:
         await asyncio.to_thread(self._subscriber.stage, update)
@@ -255,6 +263,7 @@ async def open_service(payload: bytes) -> AsyncIterator[GeneratorService]:
     engine, subscriber, info = await asyncio.to_thread(_load, spec)
     service = GeneratorService(engine, subscriber, info)
     try:
-        yield service
+        async with service.mailbox:
+            yield service
     finally:
         await service.close()

@@ -145,7 +145,9 @@ class PPOTrainer:
             trainer, *generators = await _start_all(
                 scheduler, [self._trainer_spec(), *self._generator_specs()]
             )
-            replicas = {w.name: self._generator(w) for w in generators}
+            replicas = {
+                w.name: await stack.enter_async_context(self._generator(w)) for w in generators
+            }
             _report_engine(await replicas[generators[0].name].info())
             saver = await self._saver()
             if saver is not None:
@@ -161,7 +163,8 @@ class PPOTrainer:
             scheduler = make_scheduler(self.cfg.scheduler.type.value, self.run_dir)
             await stack.enter_async_context(scheduler)
             generators = await _start_all(scheduler, self._generator_specs())
-            evaluator = self._evaluator(Router([self._generator(w) for w in generators]))
+            replicas = [await stack.enter_async_context(self._generator(w)) for w in generators]
+            evaluator = self._evaluator(Router(replicas))
             async with _while_alive(generators):
                 return await evaluator.run(PolicyVersion(0))
 
