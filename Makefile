@@ -52,6 +52,7 @@ bench: $(VENV)/.dev $(BENCH_MODEL)/config.json
 		$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BENCH)/train_step.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS) --groups 4
 	$(BENCH)/train_step.py --logprob-memory --runs $(BENCH_RUNS) --logprob-tokens 4096
+	$(BENCH)/publish.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS)
 	$(BENCH)/async_vs_sync.py --runs $(BENCH_RUNS) --bursts 1
 	$(if $(TRL_PYTHON),$(BENCH)/vs_trl.py --trl-python $(TRL_PYTHON) --runs $(BENCH_RUNS))
 

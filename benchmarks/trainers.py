@@ -63,10 +63,13 @@ class Offbeat:
 
     def __init__(self, model: Path, dtype: str, rows_per_pass: int) -> None:
         from offbeat.config import OptimizerConfig
+        from offbeat.model.linear import prepare_for_training, use_onednn
         from offbeat.model.load import load_model
         from offbeat.train.engine import SingleDeviceEngine
 
         self.model = load_model(str(model), dtype=torch.float32, device=torch.device("cpu"))
+        if dtype == "float32" and use_onednn(None, torch.float32, self.model):
+            prepare_for_training(self.model)
         self._engine = SingleDeviceEngine(
             self.model,
             compute_dtype=getattr(torch, dtype),
