@@ -1,27 +1,39 @@
 """The slot KV cache: one preallocated tensor for keys, one for values, a row per running request.
 
-Owns the memory and the two ways attention touches it (a decode step; storing a prefill). Knows no
-requests. A slot's keys stay valid after its request ended, until the slot is given away: that is
-what siblings copy.
+Owns the memory and how attention touches it: a decode step over slots in place, and chunks of
+prompts that are written to their slots. Knows no requests. A slot's keys stay valid after its
+request ended, until the slot is given away: that is what siblings copy.
 
-Shapes: L layers, C slots, K key heads, T positions, D head size; N rows of a decode step = slots
-0..N-1.
+Shapes: L layers, C slots, K key heads, T positions, D head size; N rows of a step: n decode rows,
+which are slots 0..n-1, then the rows of chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat.model.attention import QUERY_ROWS, attend_core, key_bucket, round_up
+from offbeat.generate.engine.chunks import ChunkLayout
+from offbeat.generate.engine.runs import Run
+from offbeat.model.attention import QUERY_ROWS, TOKEN_ROWS, attend_core, key_bucket, round_up
+
+Ints = npt.NDArray[np.int64]
 
 
 class SlotCache:
-    """Keys and values ``[L, C, K, T, D]``; T grows by doubling up to ``limit``.
+    """Keys and values ``[L, C, K, T, D]``; T grows up to ``limit``.
 
-    The last position is never a token's: rows of a decode step that carry no request write there,
-    so they never touch what a sibling may still copy. Everything starts as zero because a masked
-    key still meets a probability of 0, and 0 · NaN is NaN.
+    In float32 it doubles. A CPU product of bfloat16 copies its operands unless they are contiguous,
+    which the keys of a decode step are only when T is what the longest answer needs. So there T
+    follows the longest, in steps of 16 or more tokens: a copy now and then instead of at each step.
+
+    The last position is never a token's: rows of a step that carry no token write there, so they
+    never touch what a sibling may still copy. Everything starts as zero because a masked key still
+    meets a probability of 0, and 0 · NaN is NaN.
     """
 
     def __init__(
@@ -36,7 +48,9 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         self._limit = key_bucket(limit + 1)
-        shape = (layers, slots, kv_heads, min(128, self._limit), head_dim)
+        self._tight = dtype != torch.float32 and device.type == "cpu"
+        size = TOKEN_ROWS if self._tight else min(128, self._limit)
+        shape = (layers, slots, kv_heads, size, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -47,14 +61,14 @@ class SlotCache:
 
     @property
     def scratch(self) -> int:
-        """The position where rows without a request write."""
+        """The position where rows without a token write."""
         return self.keys.shape[3] - 1
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` tokens per slot. The caller has checked the limit."""
         if positions <= self.capacity:
             return
-        size = self.keys.shape[3]
+        size = positions + 1 if self._tight else self.keys.shape[3]
         while size - 1 < positions:
             size = min(2 * size, self._limit)
         size = key_bucket(size)
@@ -71,7 +85,7 @@ class SlotCache:
         self.values.zero_()
 
     def store(self, layer: int, slot: int, key: Tensor, value: Tensor) -> None:
-        """Write a prompt's keys and values ``[n, K, D]`` at positions 0..n-1 of ``slot``."""
+        """Write keys and values ``[n, K, D]`` at positions 0..n-1 of ``slot``."""
         n = key.shape[0]
         self.keys[layer, slot, :, :n] = key.transpose(0, 1)
         self.values[layer, slot, :, :n] = value.transpose(0, 1)
@@ -83,34 +97,108 @@ class SlotCache:
             for target in targets:
                 cache[:, target, :, :length].copy_(prefix)
 
+    def renumber(self, order: Ints, length: int) -> None:
+        """Give each slot i the first ``length`` positions of what was slot ``order[i]``."""
+        moved = np.flatnonzero(order != np.arange(len(order)))
+        to, origin = (torch.from_numpy(x).to(self.keys.device) for x in (moved, order[moved]))
+        for cache in (self.keys, self.values):
+            for layer in cache:
+                # One layer at a time: the copy in between stays small.
+                prefix = layer[:, :, :length]
+                prefix.index_copy_(0, to, prefix.index_select(0, origin))
+
+    def flat(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Indices [N · K] of places in a layer seen as ``[C · K · T, D]``."""
+        kv_heads, size = self.keys.shape[2:4]
+        heads = torch.arange(kv_heads, device=slots.device)
+        return ((slots[:, None] * kv_heads + heads) * size + positions[:, None]).view(-1)
+
 
 class DecodeContext:
-    """Attention of one decode step: row i is slot i, reads and extends that slot's keys.
+    """Attention of one step: every row writes its key, then reads its own slot's keys.
 
-    ``positions`` [N]: where row i writes (``scratch`` for rows without a request); ``visible`` [N]:
-    how many keys row i sees, itself included, at least 1; ``longest``: the largest of ``visible``,
-    known to the caller without a device sync.
+    Decode row i is slot i. ``positions`` [n]: where it writes (``scratch`` for rows without a
+    request); ``visible`` [n]: how many keys it sees, itself included, at least 1; ``longest``: the
+    largest of ``visible``, known to the caller without a device sync. ``runs`` cover the n rows; by
+    default one does. ``chunks``: the rows behind them.
     """
 
-    def __init__(self, cache: SlotCache, positions: Tensor, visible: Tensor, longest: int) -> None:
+    def __init__(
+        self,
+        cache: SlotCache,
+        positions: Tensor,
+        visible: Tensor,
+        longest: int,
+        *,
+        runs: Sequence[Run] = (),
+        chunks: ChunkLayout | None = None,
+    ) -> None:
         self._cache = cache
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._positions = positions
+        self._n = n = len(positions)
+        self._chunks = chunks
+        whole = (Run(begin=0, end=n, keys=key_bucket(longest)),) if n else ()
+        self._runs = tuple(runs) or whole
         self.longest = longest
-        self._keys = key_bucket(longest)
-        hidden = torch.arange(self._keys, device=positions.device)[None, :] >= visible[:, None]
-        bias = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=positions.device)
-        self._bias = bias.masked_fill_(hidden, -torch.inf)[:, None]
+        device = positions.device
+        slots = torch.arange(n, device=device)
+        if chunks is not None:
+            self.longest = max(longest, chunks.longest)
+            slots, positions = (
+                torch.cat([slots, chunks.slots]),
+                torch.cat([positions, chunks.positions_or(cache.scratch)]),
+            )
+        self._places = cache.flat(slots, positions)
+        self._biases = [self._bias(run, visible) for run in self._runs]
+        self._padded: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def _bias(self, run: Run, visible: Tensor) -> Tensor:
+        """[rows, 1, keys]: 0 where visible, -inf where not."""
+        place = torch.arange(run.keys, device=visible.device)
+        hidden = place[None, :] >= visible[run.begin : run.end, None]
+        bias = torch.zeros(hidden.shape, dtype=self._cache.keys.dtype, device=visible.device)
+        return bias.masked_fill_(hidden, -torch.inf)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        n, heads, dim = query.shape
-        kv_heads = key.shape[1]
-        ratio = heads // kv_heads
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows, :, self._positions] = key
-        values[self._rows, :, self._positions] = value
-        q = query.new_zeros(n, kv_heads, round_up(ratio, QUERY_ROWS), 1, dim)
-        q[:, :, :ratio, 0] = query.reshape(n, kv_heads, ratio, dim)
-        k, v = (c[:n, :, : self._keys] for c in (keys, values))
-        o = attend_core(q, k, v, self._bias, scale)
-        return o[:, :, :ratio, 0].reshape(n, heads, dim)
+        dim = key.shape[-1]
+        for cache, new in ((keys, key), (values, value)):
+            cache.view(-1, dim).index_copy_(0, self._places, new.reshape(-1, dim))
+        q = self._with_padded_heads(query, key.shape[1])
+        if len(self._runs) == 1 and self._chunks is None:
+            return self._attend_run(0, q, keys, values, scale, query.shape)
+        out = self._buffer(query)
+        for i, run in enumerate(self._runs):
+            shape = (run.end - run.begin, *query.shape[1:])
+            out[run.begin : run.end] = self._attend_run(i, q, keys, values, scale, shape)
+        if self._chunks is not None:
+            self._chunks.attend(out, query, keys, values, scale)
+        return out[: len(query)]
+
+    def _attend_run(
+        self, i: int, q: Tensor, keys: Tensor, values: Tensor, scale: float, shape: Sequence[int]
+    ) -> Tensor:
+        run = self._runs[i]
+        k, v = (c[run.begin : run.end, :, : run.keys] for c in (keys, values))
+        o = attend_core(q[run.begin : run.end], k, v, self._biases[i], scale)
+        return o[:, :, : shape[1] // k.shape[1], 0].reshape(tuple(shape))
+
+    def _with_padded_heads(self, query: Tensor, kv_heads: int) -> Tensor:
+        """The decode rows as [n, K, G, 1, D], G a multiple of ``QUERY_ROWS``."""
+        _, heads, dim = query.shape
+        ratio = heads // kv_heads
+        rows = query[: self._n].reshape(self._n, kv_heads, ratio, 1, dim)
+        padded = round_up(ratio, QUERY_ROWS)
+        if padded == ratio:
+            return rows
+        if self._padded is None:
+            # One for all layers: what is not written here stays zero.
+            self._padded = query.new_zeros(self._n, kv_heads, padded, 1, dim)
+        self._padded[:, :, :ratio] = rows
+        return self._padded
+
+    def _buffer(self, query: Tensor) -> Tensor:
+        """[N + 1, H, D] for all layers: each has used it before the next one writes."""
+        if self._out is None:
+            self._out = query.new_zeros(len(query) + 1, *query.shape[1:])
+        return self._out

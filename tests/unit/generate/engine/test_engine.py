@@ -10,7 +10,8 @@ import torch
 
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import GenerationError, PromptTooLong
-from offbeat.generate.engine.engine import PREFILL_TOKENS, BusySpans, Engine
+from offbeat.generate.engine.engine import Engine
+from offbeat.generate.engine.spans import BusySpans
 from offbeat.types import Completion, GenerateRequest, PolicyVersion, StopReason
 
 MakeEngine = Callable[..., Engine]
@@ -103,30 +104,6 @@ def test_more_requests_than_slots_start_in_order(make_engine: MakeEngine, ask: A
         assert engine.running <= 2
     # The long one keeps its slot; the others pass through the second slot one by one.
     assert [e for e in ends if e != "r0"] == ["r1", "r2", "r3", "r4"]
-
-
-def test_a_prompt_past_the_prefill_budget_waits_for_the_next_step(
-    make_engine: MakeEngine, ask: Ask, run: Run
-) -> None:
-    engine = make_engine(slots=8)
-    requests = [ask(500 - i, 4) for i in range(5)]
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    assert engine.prefill_tokens <= PREFILL_TOKENS
-    assert (engine.running, engine.waiting) == (4, 1)
-    assert len(run(engine)) == 5
-
-
-def test_one_prompt_longer_than_the_budget_is_still_served(
-    make_engine: MakeEngine, ask: Ask, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offbeat.generate.engine.engine.PREFILL_TOKENS", 16)
-    first, second = ask(40, 3), ask(50, 3)
-    engine = make_engine()
-    together = run(engine, first, second)
-    assert engine.prefill_tokens == 90
-    assert same_bits(together[first.request_id], run(make_engine(), first)[first.request_id])
 
 
 # Siblings
@@ -416,14 +393,14 @@ def test_abort_ends_waiting_and_running_requests_with_what_they_wrote(
     ended = {r.request_id: c for r, c in engine.abort(["r0", "r3", "unknown"])}
 
     assert {c.stop_reason for c in ended.values()} == {StopReason.ABORTED}
-    assert [len(ended[i].token_ids) for i in ("r0", "r3")] == [6, 0]
+    assert [len(ended[i].token_ids) for i in ("r0", "r3")] == [5, 0]
     assert ended["r3"].text == ""
     assert (engine.aborted, engine.running, engine.waiting) == (2, 1, 1)
     rest = run(engine)
     assert set(rest) == {"r1", "r2"}
     assert engine.finished == 2
     alone = run(make_engine(), requests[0], requests[2])
-    assert ended["r0"].token_ids.tolist() == alone["r0"].token_ids[:6].tolist()
+    assert ended["r0"].token_ids.tolist() == alone["r0"].token_ids[:5].tolist()
     assert same_bits(alone["r2"], rest["r2"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -292,6 +293,38 @@ def test_each_row_has_its_own_options_and_untruncated_rows_keep_their_bits() -> 
         )
         assert torch.equal(alone[0][0], mixed[0][i])
         assert torch.equal(alone[1][0], mixed[1][i])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logprobs_have_the_bits_of_logsumexp_however_many_rows_there_are(threads: int) -> None:
+    n, v = 17, 40000
+    logits = 3 * torch.randn(n, v, generator=torch.Generator().manual_seed(7))
+    seeds, positions = torch.arange(n), torch.zeros(n, dtype=torch.long)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tokens, logp = sample(logits, rows(n), seeds, positions)
+        log_z = torch.logsumexp(logits, -1)
+        alone = [
+            sample(logits[i : i + 1], rows(1), seeds[i : i + 1], positions[i : i + 1])
+            for i in (0, 7, 16)
+        ]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(logp, logits.gather(1, tokens[:, None]).squeeze(1) - log_z)
+    for i, (token, score) in zip((0, 7, 16), alone, strict=True):
+        assert torch.equal(token[0], tokens[i])
+        assert torch.equal(score[0], logp[i])
+
+
+def test_rows_at_temperature_one_keep_their_bits_beside_others() -> None:
+    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(7))
+    seeds, positions = torch.arange(4), torch.zeros(4, dtype=torch.long)
+    plain = sample(logits, replace(rows(4), scaled=False), seeds, positions)
+    mixed = sample(logits, rows(4, temperature=[1.0, 0.5, 1.0, 1.0]), seeds, positions)
+    for a, b in zip(plain, mixed, strict=True):
+        assert torch.equal(a[[0, 2, 3]], b[[0, 2, 3]])
+    assert float(plain[1][1]) != float(mixed[1][1])
 
 
 def test_greedy_rows_take_the_first_of_the_likeliest_with_logprob_zero() -> None:

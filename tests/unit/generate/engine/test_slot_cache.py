@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from offbeat.generate.engine.cache import SlotCache
 from offbeat.model.attention import key_bucket
 
 
-def cache(limit: int) -> SlotCache:
+def cache(limit: int, dtype: torch.dtype = torch.float32) -> SlotCache:
     return SlotCache(
         layers=2,
         slots=3,
         kv_heads=2,
         head_dim=4,
         limit=limit,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
 
@@ -45,6 +46,24 @@ def test_any_limit_can_be_reserved() -> None:
         slots.reserve(limit)
         assert slots.capacity >= limit
         assert key_bucket(limit) <= slots.keys.shape[3]
+
+
+def test_in_bfloat16_the_keys_of_the_longest_answer_are_contiguous() -> None:
+    """A CPU product of bfloat16 copies what is not."""
+    slots = cache(1000, torch.bfloat16)
+    for n in (1, 15, 17, 100, 150, 191, 193, 380, 385, 900):
+        slots.reserve(n)
+        assert slots.keys[0, :, :, : key_bucket(n)].is_contiguous()
+
+
+def test_renumbering_moves_prefixes_and_loses_none() -> None:
+    slots = cache(100)
+    for slot in range(3):
+        slots.store(0, slot, torch.full((9, 2, 4), 1.0 + slot), torch.full((9, 2, 4), -1.0 - slot))
+    slots.renumber(np.array([2, 1, 0]), 9)
+    assert slots.keys[0, :, 0, 8, 0].tolist() == [3.0, 2.0, 1.0]
+    assert slots.values[0, :, 1, 0, 3].tolist() == [-3.0, -2.0, -1.0]
+    assert not bool(slots.keys[0, :, :, 9:].any())
 
 
 def test_a_copy_takes_the_prefix_of_both_and_nothing_more() -> None:

@@ -1,0 +1,134 @@
+"""Which slots hold which prompt, and which prompts are still being computed.
+
+Owns both books and the order in which prompts are computed. Knows no keys and no weights: the
+engine computes the chunks that ``plan`` names and says when they are done.
+
+A prompt that several requests share is computed once, in the slot of the first of them, the
+*owner*; the others wait and copy. Its keys stay good in any slot, of a running request or free,
+until that slot is given to another prompt; so later siblings can still copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldPrompt:
+    """A computed prompt: the slots that hold its keys, and the logits [V] after its last token."""
+
+    slots: list[int]
+    logits: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingPrompt:
+    """A prompt of which ``done`` tokens are computed, in ``slots[0]``; the other slots wait."""
+
+    ids: npt.NDArray[np.int64]
+    slots: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens ``begin`` to ``end`` of a prompt, to be computed into ``slot``."""
+
+    key: bytes
+    slot: int
+    ids: npt.NDArray[np.int64]
+    begin: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the prompt is complete with it."""
+        return self.end == len(self.ids)
+
+
+class PromptBook:
+    """Every prompt is held, pending or unknown; a slot is in at most one of them."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, HeldPrompt] = {}
+        self._pending: dict[bytes, PendingPrompt] = {}
+
+    def held(self, key: bytes) -> HeldPrompt | None:
+        """The computed prompt, as long as some slot has it."""
+        return self._held.get(key)
+
+    def vacate(self, slot: int, *, unless: bytes) -> None:
+        """``slot`` will hold the prompt ``unless``; what it held before is gone."""
+        for key in [k for k, p in self._held.items() if slot in p.slots and k != unless]:
+            self._held[key].slots.remove(slot)
+            if not self._held[key].slots:
+                del self._held[key]
+
+    def wait(self, key: bytes, ids: npt.NDArray[np.int64], slot: int) -> None:
+        """``slot`` needs a prompt that is not held."""
+        self._pending.setdefault(key, PendingPrompt(ids=ids)).slots.append(slot)
+
+    def plan(self, budget: int) -> list[Chunk]:
+        """What to compute next, in order of arrival, at most ``budget`` tokens."""
+        chunks: list[Chunk] = []
+        for key, prompt in self._pending.items():
+            if budget <= 0:
+                break
+            end = min(len(prompt.ids), prompt.done + budget)
+            budget -= end - prompt.done
+            chunks.append(
+                Chunk(key=key, slot=prompt.slots[0], ids=prompt.ids, begin=prompt.done, end=end)
+            )
+        return chunks
+
+    def advance(self, chunk: Chunk) -> None:
+        """``chunk``, not the last of its prompt, is computed."""
+        self._pending[chunk.key].done = chunk.end
+
+    def complete(self, key: bytes, logits: Tensor) -> list[int]:
+        """The prompt is computed in its owner's slot; returns the slots that waited, owner first.
+
+        They count as holding it: the caller copies.
+        """
+        slots = self._pending.pop(key).slots
+        self._held[key] = HeldPrompt(slots=list(slots), logits=logits)
+        return slots
+
+    def leave(self, key: bytes, slot: int) -> PendingPrompt | None:
+        """``slot`` does not wait any more; returns the prompt if its keys must move to a new owner.
+
+        The new owner is its ``slots[0]``. Without one who waits, the prompt is dropped.
+        """
+        prompt = self._pending.get(key)
+        if prompt is None or slot not in prompt.slots:
+            return None
+        owned = prompt.slots[0] == slot
+        prompt.slots.remove(slot)
+        if not prompt.slots:
+            del self._pending[key]
+            return None
+        return prompt if owned else None
+
+    def forget(self) -> None:
+        """The weights changed: nothing is held, and what is pending starts anew."""
+        self._held.clear()
+        for prompt in self._pending.values():
+            prompt.done = 0
+
+    def clear(self) -> None:
+        """The slots are empty and nobody waits."""
+        self._held.clear()
+        self._pending.clear()
+
+    def renumber(self, number: Sequence[int]) -> None:
+        """Slot i is called ``number[i]`` from now on."""
+        for slots in (
+            *(p.slots for p in self._held.values()),
+            *(p.slots for p in self._pending.values()),
+        ):
+            slots[:] = [number[s] for s in slots]
