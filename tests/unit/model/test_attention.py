@@ -125,6 +125,125 @@ def test_a_decode_step_has_the_bits_of_the_packed_pass(n: int, heads: int, kv_he
         assert torch.equal(out[3], packed)
 
 
+# Continuations: segments with a parent
+
+TREE = {
+    # Two siblings and a stranger; a prompt with one continuation; one longer than a block.
+    "small": ((5, 3, 9, 12, 4, 1), (None, 0, 0, None, 3, 0)),
+    "long": ((185, 12, 200, 30, 5, 7), (None, 0, 0, None, 3, 3)),
+    "edges": ((192, 1, 193, 16), (None, 0, 0, 0)),
+    "own-block": ((30, 400), (None, 0)),
+}
+
+
+def tree_of(name: str) -> tuple[PackedLayout, list[Tensor]]:
+    """A layout, and for each segment the packed places of its whole sequence."""
+    lengths, parents = TREE[name]
+    layout = PackedLayout.build(lengths, device=CPU, parents=parents)
+    own = [torch.arange(s, s + n) for s, n in zip(layout.starts, lengths, strict=True)]
+    whole = [
+        torch.cat([own[p], x]) if p is not None else x for p, x in zip(parents, own, strict=True)
+    ]
+    return layout, whole
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence ``[n, H, D]`` at once, for autograd."""
+    ratio = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(ratio, 1) for x in (k, v))
+    scores = scale * torch.einsum("mhd,thd->hmt", q, keys)
+    later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hmt,thd->mhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("tree", TREE)
+def test_positions_of_a_continuation_go_on_where_its_parent_ends(tree: str) -> None:
+    layout, whole = tree_of(tree)
+    for sequence in whole:
+        assert torch.equal(layout.positions[sequence], torch.arange(len(sequence)))
+    assert layout.longest == max(len(x) for x in whole)
+    targets = torch.cat([b.targets for b in layout.blocks])
+    assert sorted(targets[targets < layout.tokens].tolist()) == list(range(sum(layout.lengths)))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (7, 1)])
+@pytest.mark.parametrize("tree", ["small", "edges"])
+def test_a_continuation_attends_to_its_parent_and_itself(
+    tree: str, heads: int, kv_heads: int
+) -> None:
+    layout, whole = tree_of(tree)
+    q, k, v = projections(layout.tokens, heads, kv_heads, dim=4)
+    out = PackedContext(layout).attend(0, q, k, v, 0.3)
+    for sequence, n in zip(whole, layout.lengths, strict=True):
+        expected = naive(q[sequence], k[sequence], v[sequence], 0.3)[-n:]
+        torch.testing.assert_close(out[sequence[-n:]].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.invariant("I07")
+@pytest.mark.invariant("I09")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (3, 1), (7, 1)])
+@pytest.mark.parametrize("tree", TREE)
+def test_a_continuation_has_the_bits_of_its_whole_sequence_alone(
+    tree: str, heads: int, kv_heads: int
+) -> None:
+    layout, whole = tree_of(tree)
+    q, k, v = projections(layout.tokens, heads, kv_heads, dim=64)
+    out = PackedContext(layout).attend(0, q, k, v, 0.3)
+    for sequence in whole:
+        alone = layout_of(len(sequence))
+        index = sequence[torch.arange(alone.tokens).clamp(max=len(sequence) - 1)]
+        expected = PackedContext(alone).attend(0, q[index], k[index], v[index], 0.3)
+        assert torch.equal(out[sequence], expected[: len(sequence)])
+
+
+# Backward
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1)])
+def test_the_backward_pass_is_the_derivative_of_the_forward_pass(heads: int, kv_heads: int) -> None:
+    layout = PackedLayout.build((4, 2, 3, 5), device=CPU, parents=(None, 0, 0, None))
+    inputs = [x.double().requires_grad_() for x in projections(layout.tokens, heads, kv_heads, 2)]
+    context = PackedContext(layout)
+    assert torch.autograd.gradcheck(lambda q, k, v: context.attend(0, q, k, v, 0.7), inputs)
+
+
+@pytest.mark.invariant("I09")
+@pytest.mark.parametrize("tree", TREE)
+def test_gradients_are_those_of_every_sequence_attended_by_itself(tree: str) -> None:
+    """In float64, so that the order of the sums over siblings does not matter."""
+    layout, whole = tree_of(tree)
+    q, k, v = (x.double().requires_grad_() for x in projections(layout.tokens, 6, 2))
+    weight = torch.randn(layout.tokens, 6, 8, generator=torch.Generator().manual_seed(1)).double()
+    weight[sum(layout.lengths) :] = 0  # padding is nobody's
+    PackedContext(layout).attend(0, q, k, v, 0.3).mul(weight).sum().backward()
+    found = [x.grad for x in (q, k, v)]
+    total = q.new_zeros(())
+    for sequence, n in zip(whole, layout.lengths, strict=True):
+        out = whole_attention(q[sequence], k[sequence], v[sequence], 0.3)
+        total = total + (out * weight[sequence])[-n:].sum()
+    expected = torch.autograd.grad(total, (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(64,), (1024,), (700, 324)])
+def test_only_the_projections_are_kept_for_the_backward_pass(lengths: tuple[int, ...]) -> None:
+    layout = layout_of(*lengths)
+    inputs = [x.requires_grad_() for x in projections(layout.tokens, 6, 2)]
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = PackedContext(layout).attend(0, *inputs, 0.3)
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in inputs]
+    # Nor beside autograd's own list.
+    own = {k: x for k, x in vars(out.grad_fn).items() if isinstance(x, Tensor)}
+    assert own == {}
+
+
 def test_prefill_sees_the_keys_of_every_layer() -> None:
     layout, seen = layout_of(5), []
     q, k, v = projections(16, 4, 2)
