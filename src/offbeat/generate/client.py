@@ -6,12 +6,12 @@ Owns the start-up specification that crosses to the process, and the typed calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from offbeat.errors import GenerationError, OffbeatError, StallError
+from offbeat.errors import GenerationError, OffbeatError, StallError, WorkerError
 from offbeat.launch.calls import Fault
 from offbeat.launch.protocols import WorkerHandle
 from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
@@ -66,12 +66,14 @@ class RemoteGenerator:
     """``Generator`` over a worker's endpoint. Use as an async context manager.
 
     Requests and cancellations of the same moment travel in one call; one other call waits for
-    answers (``mailbox``). A call that fails fails the requests that were waiting for it.
+    answers (``mailbox``). A call that fails fails the requests that were waiting for it; they are
+    cancelled in the worker, should it live.
 
     Args:
         worker: the generator process.
         request_timeout: seconds one completion may take, waiting included.
-        control_timeout: seconds any other call (stage, commit, stats) may take.
+        control_timeout: seconds any other call (stage, commit, stats) may take; longer than a
+            ``collect`` waits for its first answer (``mailbox``).
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class RemoteGenerator:
         self._tasks = asyncio.TaskGroup()
         self._pumps: list[asyncio.Task[None]] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        """Requests that have a caller and no answer from the worker."""
         self._outbox: dict[str, GenerateRequest] = {}
+        """Those of them that are not sent yet."""
         self._cancelled: list[str] = []
         self._to_send = asyncio.Event()
         self._to_collect = asyncio.Event()
@@ -99,11 +103,16 @@ class RemoteGenerator:
     ) -> None:
         for pump in self._pumps:
             pump.cancel()
-        await self._tasks.__aexit__(kind, exc, tb)
+        self._pumps = []
+        self._fail(self._waiting.values(), WorkerError(f"{self.name}: closed before it answered"))
+        # Not told of ``exc``: it would wrap the run's error in a group.
+        await self._tasks.__aexit__(None, None, None)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ``Generator``. Cancelling the call frees the request's slot."""
         name = request.request_id
+        if not self._pumps:
+            raise WorkerError(f"{self.name}: not open for request {name}")
         if name in self._waiting:
             raise GenerationError(f"{self.name}: request {name} is already running")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -121,13 +130,14 @@ class RemoteGenerator:
                 f"{self.name}: no answer to request {name} in {self._request_timeout:g} s"
             ) from exc
         finally:
-            self._forget(name)
+            self._forget(name, future)
 
-    def _forget(self, name: str) -> None:
-        """The caller is gone; an unanswered request is cancelled."""
-        future = self._waiting.pop(name)
-        unanswered = not future.done() or future.cancelled()
-        if self._outbox.pop(name, None) is None and unanswered:
+    def _forget(self, name: str, future: asyncio.Future[Completion]) -> None:
+        """The caller is gone; what the worker has but did not answer is cancelled there."""
+        if self._waiting.get(name) is not future:
+            return  # Answered; the name may be another's by now.
+        del self._waiting[name]
+        if self._outbox.pop(name, None) is None:
             self._cancelled.append(name)
             self._to_send.set()
 
@@ -136,14 +146,20 @@ class RemoteGenerator:
         while True:
             await self._to_send.wait()
             self._to_send.clear()
-            requests, self._outbox = list(self._outbox.values()), {}
+            sent, self._outbox = self._outbox, {}
             cancelled, self._cancelled = self._cancelled, []
+            if not sent and not cancelled:
+                continue
+            callers = [self._waiting[name] for name in sent]
             try:
                 await self._client.call(
-                    "submit", requests, cancelled, timeout=self._control_timeout
+                    "submit", list(sent.values()), cancelled, timeout=self._control_timeout
                 )
             except OffbeatError as exc:
-                self._fail([r.request_id for r in requests], exc)
+                # They may not have arrived, so the next call brings them again: a request of the
+                # same name starts after its cancellation.
+                self._cancelled = [*cancelled, *self._cancelled]
+                self._fail(callers, exc)
 
     async def _collect(self) -> None:
         """Fetch answers as long as somebody waits for one."""
@@ -154,15 +170,20 @@ class RemoteGenerator:
                     "collect", returns=list[Delivery], timeout=self._control_timeout
                 )
             except OffbeatError as exc:
-                self._fail(list(self._waiting), exc)
+                self._fail(self._waiting.values(), exc)
+                # Nobody waits now, though callers see their errors only later: asking a dead worker
+                # until they do could spin for ever, as it may refuse without yielding to them.
+                self._to_collect.clear()
             else:
                 self._deliver(found)
-            if not self._waiting:
-                self._to_collect.clear()
+                if not self._waiting:
+                    self._to_collect.clear()
 
-    def _deliver(self, found: Sequence[Delivery]) -> None:
+    def _deliver(self, found: Iterable[Delivery]) -> None:
         for d in found:
-            future = self._waiting.get(d.request_id)
+            if d.request_id in self._outbox:
+                continue  # The answer to an earlier request of this name, which was cancelled.
+            future = self._waiting.pop(d.request_id, None)
             if future is None or future.done():
                 continue
             if d.completion is not None:
@@ -170,11 +191,13 @@ class RemoteGenerator:
             elif d.fault is not None:
                 future.set_exception(d.fault.exception(self.name))
 
-    def _fail(self, names: Sequence[str], error: OffbeatError) -> None:
-        for name in names:
-            future = self._waiting.get(name)
-            if future is not None and not future.done():
-                future.set_exception(error)
+    def _fail(self, callers: Iterable[asyncio.Future[Completion]], error: OffbeatError) -> None:
+        """End what is not done with ``error``, a copy each: raising one marks it."""
+        for future in callers:
+            if not future.done():
+                copy = type(error)(str(error))
+                copy.__cause__ = error
+                future.set_exception(copy)
 
     async def stage(self, update: WeightUpdate) -> None:
         await self._client.call("stage", update, timeout=self._control_timeout)

@@ -40,8 +40,14 @@ class Mailbox:
         self._some = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerateRequest], cancelled: Sequence[str]) -> None:
-        """Start ``requests`` and end those named in ``cancelled``, which get no delivery."""
-        ending = {i: task for i in cancelled if (task := self._running.pop(i, None)) is not None}
+        """Start ``requests`` and end those named in ``cancelled``, which get no delivery.
+
+        A name that comes again stands for the new request only: the cancellation of the one before
+        it may have been lost on the way.
+        """
+        names = {*cancelled, *(r.request_id for r in requests)}
+        self._ready = [d for d in self._ready if d.request_id not in names]
+        ending = {n: task for n in names if (task := self._running.pop(n, None)) is not None}
         for task in ending.values():
             task.cancel()
         for request in requests:
@@ -81,4 +87,5 @@ class Mailbox:
     ) -> None:
         for task in self._running.values():
             task.cancel()
-        await self._tasks.__aexit__(kind, exc, tb)
+        # Not told of ``exc``: it would come out wrapped in a group.
+        await self._tasks.__aexit__(None, None, None)

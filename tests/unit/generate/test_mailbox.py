@@ -1,0 +1,290 @@
+"""What the mailbox starts, ends and hands out, over answers that a test gives by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from offbeat.errors import GenerationError, PromptTooLong
+from offbeat.generate import mailbox as module
+from offbeat.generate.mailbox import Mailbox
+from offbeat.types import Completion, GenerateRequest, StopReason
+
+Ask = Callable[..., GenerateRequest]
+
+
+def answer(text: str) -> Completion:
+    none = np.zeros(0, dtype=np.int64)
+    return Completion(
+        token_ids=none,
+        logprobs=none.astype(np.float32),
+        versions=none,
+        stop_reason=StopReason.STOP,
+        text=text,
+    )
+
+
+class Desk:
+    """Writes an answer when the test says so; ``calls`` are in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.calls: list[asyncio.Future[Completion]] = []
+        self.names: list[str] = []
+        self.begun = asyncio.Semaphore(0)
+        self.ended: list[str] = []
+        self.cleanup = asyncio.Event()
+        self.cleanup.set()
+
+    async def __call__(self, request: GenerateRequest) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.calls.append(future)
+        self.names.append(request.request_id)
+        self.begun.release()
+        try:
+            return await future
+        finally:
+            await self.cleanup.wait()
+            self.ended.append(request.request_id)
+
+    async def begin(self, n: int = 1) -> None:
+        """Return when ``n`` more requests have been started."""
+        for _ in range(n):
+            await self.begun.acquire()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+async def mailbox(desk: Desk) -> AsyncIterator[Mailbox]:
+    async with asyncio.timeout(20), Mailbox(desk) as mailbox:
+        yield mailbox
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def texts(mailbox: Mailbox) -> list[tuple[str, str]]:
+    found = await mailbox.collect()
+    assert all(d.completion is not None and d.fault is None for d in found)
+    return [(d.request_id, d.completion.text) for d in found if d.completion is not None]
+
+
+async def test_requests_of_one_call_run_together_and_are_handed_out_in_order_of_answer(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name=n) for n in "abc"], [])
+    await desk.begin(3)
+    assert desk.names == ["a", "b", "c"]
+    for i in (2, 0):
+        desk.calls[i].set_result(answer(str(i)))
+        await settle()
+    assert await texts(mailbox) == [("c", "2"), ("a", "0")]
+    desk.calls[1].set_result(answer("1"))
+    assert await texts(mailbox) == [("b", "1")]
+
+
+async def test_collect_waits_for_the_first_answer(mailbox: Mailbox, desk: Desk, ask: Ask) -> None:
+    async with asyncio.TaskGroup() as group:
+        collect = group.create_task(texts(mailbox))
+        await mailbox.submit([ask(name="a")], [])
+        await desk.begin()
+        await settle()
+        assert not collect.done()
+        desk.calls[0].set_result(answer("here"))
+    assert collect.result() == [("a", "here")]
+
+
+async def test_collect_says_after_a_while_that_there_is_nothing(
+    mailbox: Mailbox, desk: Desk, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    await mailbox.submit([ask(name="a")], [])
+    await desk.begin()
+    assert await mailbox.collect() == []
+    desk.calls[0].set_result(answer("later"))
+    assert await texts(mailbox) == [("a", "later")]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_collect_that_is_cancelled_loses_no_answer(
+    mailbox: Mailbox, desk: Desk, ask: Ask, turns: int
+) -> None:
+    """Cancelled ``turns`` turns of the loop after the answer: before or after it was seen."""
+    await mailbox.submit([ask(name="a")], [])
+    await desk.begin()
+    collect = asyncio.ensure_future(texts(mailbox))
+    await settle()
+    desk.calls[0].set_result(answer("here"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    collect.cancel()
+    try:
+        found = await collect
+    except asyncio.CancelledError:
+        found = await texts(mailbox)
+    assert found == [("a", "here")]
+
+
+async def test_two_collects_hand_out_no_answer_twice(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    async with asyncio.TaskGroup() as group:
+        collects = [group.create_task(texts(mailbox)) for _ in range(2)]
+        await mailbox.submit([ask(name="a")], [])
+        await desk.begin()
+        desk.calls[0].set_result(answer("once"))
+    assert sorted(c.result() for c in collects) == [[], [("a", "once")]]
+
+
+async def test_a_fault_of_one_request_leaves_the_others_alone(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name=n) for n in "abc"], [])
+    await desk.begin(3)
+    desk.calls[0].set_exception(PromptTooLong("too long"))
+    desk.calls[1].set_exception(ZeroDivisionError("by nothing"))
+    await settle()
+    refused, broken = await mailbox.collect()
+    assert refused.completion is None
+    assert refused.fault is not None
+    assert (refused.fault.error, refused.fault.message) == ("PromptTooLong", "too long")
+    assert broken.fault is not None
+    error = broken.fault.exception("generator-0")
+    assert type(error) is GenerationError
+    assert str(error) == "generator-0: request b: ZeroDivisionError: by nothing"
+    assert "ZeroDivisionError" in error.__notes__[0]
+    desk.calls[2].set_result(answer("fine"))
+    assert await texts(mailbox) == [("c", "fine")]
+
+
+async def test_a_cancelled_request_ends_and_gets_no_delivery(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name="a"), ask(name="b")], [])
+    await desk.begin(2)
+    await mailbox.submit([], ["a", "unknown"])
+    await settle()
+    assert desk.ended == ["a"]
+    assert desk.calls[0].cancelled()
+    desk.calls[1].set_result(answer("mine"))
+    assert await texts(mailbox) == [("b", "mine")]
+
+
+async def test_a_request_cancelled_before_it_began_never_begins(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name="a")], [])
+    await mailbox.submit([], ["a"])
+    await settle()
+    assert desk.names == []
+
+
+async def test_an_answer_that_nobody_fetched_is_dropped_when_its_request_is_cancelled(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    """Else the next request of that name would be given it."""
+    await mailbox.submit([ask(name="a"), ask(name="b")], [])
+    await desk.begin(2)
+    for i in range(2):
+        desk.calls[i].set_result(answer(f"old {i}"))
+    await settle()
+    await mailbox.submit([ask(name="a")], ["a"])
+    assert await texts(mailbox) == [("b", "old 1")]
+    await desk.begin()
+    desk.calls[2].set_result(answer("new"))
+    assert await texts(mailbox) == [("a", "new")]
+
+
+async def test_an_answer_written_as_its_request_is_cancelled_is_dropped(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name="a")], [])
+    await desk.begin()
+    desk.calls[0].set_result(answer("old"))
+    await mailbox.submit([ask(name="a")], ["a"])
+    await desk.begin()
+    desk.calls[1].set_result(answer("new"))
+    assert await texts(mailbox) == [("a", "new")]
+    assert desk.ended == ["a", "a"]
+
+
+@pytest.mark.parametrize("cancelled", [["a"], []], ids=["cancelled", "cancellation lost"])
+async def test_a_request_sent_again_begins_when_the_one_of_its_name_has_ended(
+    mailbox: Mailbox, desk: Desk, ask: Ask, cancelled: list[str]
+) -> None:
+    await mailbox.submit([ask(name="a")], [])
+    await desk.begin()
+    desk.cleanup.clear()
+    await mailbox.submit([ask(name="a")], cancelled)
+    await settle()
+    assert desk.calls[0].cancelled()
+    assert (len(desk.calls), desk.ended) == (1, [])
+    desk.cleanup.set()
+    await desk.begin()
+    assert desk.ended == ["a"]
+    desk.calls[1].set_result(answer("second"))
+    assert await texts(mailbox) == [("a", "second")]
+    await mailbox.submit([ask(name="a")], [])
+    await desk.begin()
+    desk.calls[2].set_result(answer("third"))
+    assert await texts(mailbox) == [("a", "third")]
+
+
+async def test_a_request_sent_again_can_be_cancelled(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    for cancelled in ([], ["a"], []):
+        await mailbox.submit([ask(name="a")], cancelled)
+        await desk.begin()
+    await mailbox.submit([], ["a"])
+    await settle()
+    assert desk.ended == ["a"] * 3
+    assert all(call.cancelled() for call in desk.calls)
+
+
+async def test_leaving_ends_every_request(desk: Desk, ask: Ask) -> None:
+    async with asyncio.timeout(20), Mailbox(desk) as mailbox:
+        await mailbox.submit([ask(name="a"), ask(name="b")], [])
+        await mailbox.submit([ask(name="a")], [])
+        await desk.begin(2)
+    assert sorted(desk.ended) == ["a", "b"]
+
+
+async def test_an_error_of_the_block_leaves_it_as_it_is(desk: Desk, ask: Ask) -> None:
+    error = GenerationError("the block's own")
+
+    async def serve() -> None:
+        async with asyncio.timeout(20), Mailbox(desk) as mailbox:
+            await mailbox.submit([ask(name="a")], [])
+            await desk.begin()
+            raise error
+
+    with pytest.raises(GenerationError) as caught:
+        await serve()
+    assert caught.value is error
+    assert desk.ended == ["a"]
+
+
+async def test_leaving_by_cancellation_ends_every_request(desk: Desk, ask: Ask) -> None:
+    async def serve() -> None:
+        async with Mailbox(desk) as mailbox:
+            await mailbox.submit([ask(name="a")], [])
+            await asyncio.get_running_loop().create_future()
+
+    task = asyncio.ensure_future(serve())
+    await desk.begin()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    assert desk.ended == ["a"]
