@@ -34,8 +34,9 @@ class ModelConfig(Section):
     """auto takes the GPU when there is one."""
 
     onednn_linears: bool | None = None
-    """Linear layers on the CPU through oneDNN, in generator and trainer alike; null: where they
-    prove right and repeatable at start-up. Other bits than the ordinary product, and faster.
+    """Linear layers on the CPU through oneDNN, in the generator and, in float32, in the trainer;
+    null: where they prove right and repeatable at start-up. Other bits than the ordinary product,
+    and faster.
     """
 
     max_model_len: PositiveInt | None = None

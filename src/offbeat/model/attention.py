@@ -37,6 +37,8 @@ ATTENTION = "offbeat"
 TOKEN_ROWS = 16
 QUERY_ROWS = 4
 KEY_BLOCK = 192
+BLOCK_SCORES = 2**21
+"""Scores per query head that one block of the training pass holds at once: 8 MiB in float32."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -202,11 +204,14 @@ class _Pieces:
         )
 
     def blocks(self, *, nowhere: int, device: torch.device) -> Iterator[AttentionBlock]:
-        """Pieces of one padded shape together."""
+        """Pieces of one padded shape together, as many as ``BLOCK_SCORES`` allows."""
         rows = -(-(self.end - self.first) // TOKEN_ROWS) * TOKEN_ROWS
         keys = np.array([key_bucket(n) for n in (self.before + self.end).tolist()])
         for m, t in sorted(set(zip(rows.tolist(), keys.tolist(), strict=True))):
-            yield self._block(np.flatnonzero((rows == m) & (keys == t)), m, t, nowhere, device)
+            pieces = np.flatnonzero((rows == m) & (keys == t))
+            at_once = max(1, BLOCK_SCORES // (m * t))
+            for i in range(0, len(pieces), at_once):
+                yield self._block(pieces[i : i + at_once], m, t, nowhere, device)
 
     def _block(
         self, pieces: IntArray, rows: int, keys: int, nowhere: int, device: torch.device
@@ -269,16 +274,19 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         n, heads, dim = query.shape
         d_query = query.new_zeros((n + 1) * heads, dim)
-        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        # A shared prompt sums over all that continue it: not in bfloat16.
+        wide = torch.promote_types(key.dtype, torch.float32)
+        d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
         flat_grad = torch.cat([grad, grad.new_zeros(1, heads, dim)]).view(-1, dim)
         for block in ctx.blocks:
             places = block.target_places(heads, key.shape[1])
             d_out = flat_grad.index_select(0, places)
             dq, dk, dv = _block_gradient(block, query, key, value, d_out, ctx.scale)
             d_query.index_copy_(0, places, dq)
-            d_key.index_add_(0, block.keys, dk)
-            d_value.index_add_(0, block.keys, dv)
-        return d_query.view(n + 1, heads, dim)[:-1], d_key, d_value, None, None
+            d_key.index_add_(0, block.keys, dk.to(wide))
+            d_value.index_add_(0, block.keys, dv.to(wide))
+        d_query = d_query.view(n + 1, heads, dim)[:-1]
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
 
 def _gather(

@@ -1,8 +1,8 @@
 """Linear layers through oneDNN's matrix product, the same bits in the engine and in training.
 
 Owns: the two private operations of torch that reach oneDNN in float32, the check that they can be
-relied on, and the layers built on them. Knows no engine, no loss, and not whether it is wanted:
-who loads the model asks ``packing_works`` first and leaves the model as it is when that is False.
+relied on, and the layers built on them. Knows no engine and no loss: who loads the model asks
+``use_onednn`` first and leaves the model as it is when that is False.
 
 Why: in float32 torch multiplies through another library (MKL), which on some CPUs uses half the
 vector width. oneDNN also takes weights laid out in advance, which saves their reading order at the
