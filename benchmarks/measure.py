@@ -277,7 +277,7 @@ def serve(commands: Mapping[str, Callable[..., Json]]) -> None:
         command = commands[request.pop("command")]
         try:
             answer = command(**request)
-        except Exception as exc:
+        except Exception as exc:  # whatever a contender raises is its answer
             traceback.print_exc()
             answer = {"error": f"{type(exc).__name__}: {exc}"}
         _write_line(answers, answer)

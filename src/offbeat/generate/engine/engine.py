@@ -30,7 +30,7 @@ from offbeat.errors import GenerationError, PromptTooLong
 from offbeat.generate.engine.cache import DecodeContext, SlotCache
 from offbeat.generate.engine.chunks import ChunkLayout
 from offbeat.generate.engine.prompts import Chunk, PromptBook
-from offbeat.generate.engine.rows import Ints, SlotRows
+from offbeat.generate.engine.rows import SlotRows
 from offbeat.generate.engine.runs import Run, new_order, plan_runs
 from offbeat.generate.engine.sampler import sample
 from offbeat.generate.engine.spans import BusySpans
@@ -38,7 +38,7 @@ from offbeat.generate.engine.stops import ends_with_stop
 from offbeat.model.attention import TOKEN_ROWS, round_up
 from offbeat.model.linear import output_head
 from offbeat.model.load import hidden_states
-from offbeat.types import Completion, GenerateRequest, PolicyVersion, StopReason
+from offbeat.types import Completion, GenerateRequest, IntArray, PolicyVersion, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -242,7 +242,7 @@ class Engine:
 
     # The pass
 
-    def _pass(self, lengths: Ints, runs: tuple[Run, ...], chunks: list[Chunk]) -> Finished:
+    def _pass(self, lengths: IntArray, runs: tuple[Run, ...], chunks: list[Chunk]) -> Finished:
         """One forward pass over what decodes and ``chunks``, and what follows from its logits."""
         started = time.monotonic()
         layout = ChunkLayout(chunks, begin=len(lengths), device=self._device) if chunks else None
@@ -262,7 +262,7 @@ class Engine:
             self.prefill_spans.add(started, ended)
         return finished
 
-    def _arrange(self) -> tuple[Ints, tuple[Run, ...]]:
+    def _arrange(self) -> tuple[IntArray, tuple[Run, ...]]:
         """Keys of each decode row and the runs they are attended in; may renumber slots."""
         n = round_up(self._rows.extent, TOKEN_ROWS)
         if not n:
@@ -276,7 +276,7 @@ class Engine:
             plan = plan_runs(lengths)
         return lengths, plan.runs
 
-    def _renumber(self, lengths: Ints) -> None:
+    def _renumber(self, lengths: IntArray) -> None:
         """Order slots by what they hold; see ``runs.py``."""
         order = np.arange(len(self._rows.decoding))
         order[: len(lengths)] = new_order(lengths)
@@ -289,7 +289,9 @@ class Engine:
         self._free = sorted((number[s] for s in self._free), reverse=True)
         self._prompts.renumber(number)
 
-    def _forward(self, lengths: Ints, runs: tuple[Run, ...], layout: ChunkLayout | None) -> Tensor:
+    def _forward(
+        self, lengths: IntArray, runs: tuple[Run, ...], layout: ChunkLayout | None
+    ) -> Tensor:
         """Hidden states [N, E]: decode rows, then those of ``layout``."""
         longest = int(lengths.max(initial=0))
         self._cache.reserve(max(longest, layout.longest if layout is not None else 0))
@@ -346,7 +348,7 @@ class Engine:
         """Draw the first token of ``slots`` from as many rows of ``logits``."""
         return self._sample(np.array(slots), logits, np.array(slots))
 
-    def _sample(self, slots: Ints, logits: Tensor, rows: Ints | slice) -> Finished:
+    def _sample(self, slots: IntArray, logits: Tensor, rows: IntArray | slice) -> Finished:
         """Draw the next token of ``slots``; end what is done.
 
         ``rows`` says whose the rows of ``logits`` are; a slice may have some that nobody needs,
@@ -367,7 +369,7 @@ class Engine:
         reasons |= dict.fromkeys(ended.stopped.tolist(), StopReason.STOP)
         return [self._release(slot, reason) for slot, reason in sorted(reasons.items())]
 
-    def _require_finite(self, slots: Ints, logp: np.ndarray) -> None:
+    def _require_finite(self, slots: IntArray, logp: np.ndarray) -> None:
         if np.isfinite(logp).all():
             return
         bad = [self._running[s].request.request_id for s in slots[~np.isfinite(logp)].tolist()]

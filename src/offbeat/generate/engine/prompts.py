@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
+
+from offbeat.types import IntArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class HeldPrompt:
 class PendingPrompt:
     """A prompt of which ``done`` tokens are computed, in ``slots[0]``; the other slots wait."""
 
-    ids: npt.NDArray[np.int64]
+    ids: IntArray
     slots: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -41,7 +41,7 @@ class Chunk:
 
     key: bytes
     slot: int
-    ids: npt.NDArray[np.int64]
+    ids: IntArray
     begin: int
     end: int
 
@@ -69,7 +69,7 @@ class PromptBook:
             if not self._held[key].slots:
                 del self._held[key]
 
-    def wait(self, key: bytes, ids: npt.NDArray[np.int64], slot: int) -> None:
+    def wait(self, key: bytes, ids: IntArray, slot: int) -> None:
         """``slot`` needs a prompt that is not held."""
         self._pending.setdefault(key, PendingPrompt(ids=ids)).slots.append(slot)
 

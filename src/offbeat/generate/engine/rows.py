@@ -12,16 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offbeat.generate.engine.sampler import SamplingRows
-from offbeat.types import GenerateRequest
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
+from offbeat.types import BoolArray, FloatArray, GenerateRequest, IntArray
 
 _SEED_BITS = 2**64 - 1
 
@@ -30,8 +25,8 @@ _SEED_BITS = 2**64 - 1
 class Ended:
     """Slots that met a stop id, and slots that are full, after a token was written."""
 
-    stopped: Ints
-    full: Ints
+    stopped: IntArray
+    full: IntArray
 
 
 class SlotRows:
@@ -42,21 +37,21 @@ class SlotRows:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device
-        self.decoding: Bools = np.zeros(slots, dtype=np.bool_)
-        self.prompt_len: Ints = np.zeros(slots, dtype=np.int64)
-        self.written: Ints = np.zeros(slots, dtype=np.int64)
-        self.has_stops: Bools = np.zeros(slots, dtype=np.bool_)
-        self._last: Ints = np.zeros(slots, dtype=np.int64)
-        self._limit: Ints = np.zeros(slots, dtype=np.int64)
-        self._seed: Ints = np.zeros(slots, dtype=np.int64)
-        self._temperature: Floats = np.ones(slots, dtype=np.float32)
-        self._top_p: Floats = np.ones(slots, dtype=np.float32)
-        self._top_k: Ints = np.zeros(slots, dtype=np.int64)
-        self._min_p: Floats = np.zeros(slots, dtype=np.float32)
-        self._truncated: Bools = np.zeros(slots, dtype=np.bool_)
-        self._stop_ids: Ints = np.full((slots, 4), -1, dtype=np.int64)
-        self._tokens: Ints = np.zeros((slots, 128), dtype=np.int64)
-        self._logp: Floats = np.zeros((slots, 128), dtype=np.float32)
+        self.decoding: BoolArray = np.zeros(slots, dtype=np.bool_)
+        self.prompt_len: IntArray = np.zeros(slots, dtype=np.int64)
+        self.written: IntArray = np.zeros(slots, dtype=np.int64)
+        self.has_stops: BoolArray = np.zeros(slots, dtype=np.bool_)
+        self._last: IntArray = np.zeros(slots, dtype=np.int64)
+        self._limit: IntArray = np.zeros(slots, dtype=np.int64)
+        self._seed: IntArray = np.zeros(slots, dtype=np.int64)
+        self._temperature: FloatArray = np.ones(slots, dtype=np.float32)
+        self._top_p: FloatArray = np.ones(slots, dtype=np.float32)
+        self._top_k: IntArray = np.zeros(slots, dtype=np.int64)
+        self._min_p: FloatArray = np.zeros(slots, dtype=np.float32)
+        self._truncated: BoolArray = np.zeros(slots, dtype=np.bool_)
+        self._stop_ids: IntArray = np.full((slots, 4), -1, dtype=np.int64)
+        self._tokens: IntArray = np.zeros((slots, 128), dtype=np.int64)
+        self._logp: FloatArray = np.zeros((slots, 128), dtype=np.float32)
 
     # Joining and leaving
 
@@ -84,7 +79,7 @@ class SlotRows:
         self._last[slot] = 0
         self.written[slot] = 0
 
-    def renumber(self, order: Ints) -> None:
+    def renumber(self, order: IntArray) -> None:
         """Row i becomes what row ``order[i]`` was."""
         moved = np.flatnonzero(order != np.arange(len(order)))
         for rows in (
@@ -114,16 +109,18 @@ class SlotRows:
         decoding = np.flatnonzero(self.decoding)
         return int(decoding[-1]) + 1 if len(decoding) else 0
 
-    def lengths(self, n: int) -> Ints:
+    def lengths(self, n: int) -> IntArray:
         """Keys that each of the first ``n`` rows sees, its newest token's included; else 0."""
         length = self.prompt_len[:n] + self.written[:n]
         return np.where(self.decoding[:n], length, 0)
 
-    def newest(self, n: int) -> Ints:
+    def newest(self, n: int) -> IntArray:
         """The token that each of the first ``n`` rows feeds next."""
         return self._last[:n]
 
-    def sampling(self, rows: Ints | slice, needed: Ints) -> tuple[SamplingRows, Tensor, Tensor]:
+    def sampling(
+        self, rows: IntArray | slice, needed: IntArray
+    ) -> tuple[SamplingRows, Tensor, Tensor]:
         """Sampling options, seeds and answer positions of ``rows``, of which ``needed`` count."""
         hot, cut = self._temperature[needed], self._truncated[needed]
         options = SamplingRows(
@@ -137,7 +134,7 @@ class SlotRows:
         )
         return options, self._send(self._seed[rows]), self._send(self.written[rows])
 
-    def append(self, slots: Ints, tokens: Ints, logp: Floats) -> Ended:
+    def append(self, slots: IntArray, tokens: IntArray, logp: FloatArray) -> Ended:
         """Write one token to each of ``slots``; they decode from now on."""
         place = self.written[slots]
         self._tokens[slots, place] = tokens
@@ -148,11 +145,11 @@ class SlotRows:
         stopped = (tokens[:, None] == self._stop_ids[slots]).any(1)
         return Ended(stopped=slots[stopped], full=slots[place + 1 >= self._limit[slots]])
 
-    def tokens(self, slot: int) -> Ints:
+    def tokens(self, slot: int) -> IntArray:
         """What the row wrote, until the next step."""
         return self._tokens[slot, : self.written[slot]]
 
-    def answer(self, slot: int) -> tuple[Ints, Floats]:
+    def answer(self, slot: int) -> tuple[IntArray, FloatArray]:
         """Copies of what the row wrote: token ids and log-probs."""
         n = self.written[slot]
         return self._tokens[slot, :n].copy(), self._logp[slot, :n].copy()
@@ -167,5 +164,5 @@ class SlotRows:
         if grow > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, grow)), constant_values=-1)
 
-    def _send(self, rows: Ints | Floats) -> Tensor:
+    def _send(self, rows: IntArray | FloatArray) -> Tensor:
         return torch.from_numpy(rows).to(self._device)

@@ -17,11 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from offbeat.model.attention import KEY_BLOCK, TOKEN_ROWS, key_bucket, round_up
-
-Ints = npt.NDArray[np.int64]
+from offbeat.types import IntArray
 
 RUN_COST = 256
 """What one more run costs, in keys of one row: a run of 16 rows must save 16 keys to be worth it.
@@ -56,7 +54,7 @@ class RunPlan:
     renumber: bool
 
 
-def key_class(lengths: Ints) -> Ints:
+def key_class(lengths: IntArray) -> IntArray:
     """Class of each length: up to 64, 128 and 192 keys, then doubling; 0 for a length of 0."""
     small = -(-lengths // _SHORT)
     blocks = np.maximum(-(-lengths // KEY_BLOCK), 1)
@@ -64,7 +62,7 @@ def key_class(lengths: Ints) -> Ints:
     return np.where(lengths <= KEY_BLOCK, small, large)
 
 
-def plan_runs(lengths: Ints) -> RunPlan:
+def plan_runs(lengths: IntArray) -> RunPlan:
     """Runs over the slots 0..N-1 of which ``lengths`` [N] says how many keys each has.
 
     A length of 0 is a slot that does not decode; N is a multiple of 16 and some length is not 0.
@@ -84,7 +82,7 @@ def plan_runs(lengths: Ints) -> RunPlan:
     return RunPlan(runs=runs, renumber=too_many_rows or wasteful)
 
 
-def new_order(lengths: Ints) -> Ints:
+def new_order(lengths: IntArray) -> IntArray:
     """Which slot each slot should get the content of: long ones first, those of length 0 last.
 
     Only classes are ordered, and what lies among its class already stays.
@@ -100,7 +98,7 @@ def new_order(lengths: Ints) -> Ints:
     return order
 
 
-def _uniform(lengths: Ints) -> list[Run]:
+def _uniform(lengths: IntArray) -> list[Run]:
     """The longest runs of one class each."""
     decoding = np.flatnonzero(lengths)
     classes = key_class(lengths[decoding])

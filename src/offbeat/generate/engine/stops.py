@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from offbeat.types import IntArray
 
 _LOCAL_TOKENS = 8
 """The newest token changes the text of at most so many tokens: UTF-8 needs four of one byte."""
@@ -24,7 +23,7 @@ _LOCAL_CHARACTERS = 8
 
 
 def ends_with_stop(
-    tokens: npt.NDArray[np.int64],
+    tokens: IntArray,
     stops: Sequence[str],
     decode: Callable[[Sequence[int]], str],
 ) -> bool:
