@@ -1,0 +1,19 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    Path, typer.Argument(help="YAML configuration, for example recipes/reverse.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Overrides, for example mode=sync actor.optimizer.lr=1e-4."
+    ),
+]
+Fileroot = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]

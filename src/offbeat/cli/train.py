@@ -1,0 +1,74 @@
+"""``offbeat train``: a run, or with ``--dry-run`` what can be checked without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offbeat.cli.arguments import Config, Overrides
+
+if TYPE_CHECKING:
+    from offbeat.config import RunConfig
+    from offbeat.observe.summary import Summary
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything that can be checked without training, then stop."
+        ),
+    ] = False,
+) -> None:
+    """Train a model; metrics, rollouts and checkpoints go to the run's folder."""
+    from offbeat.config import load
+    from offbeat.pipeline.run import PPOTrainer
+
+    cfg = load(config, overrides or [])
+    if dry_run:
+        _dry_run(cfg)
+        return
+    trainer = PPOTrainer.from_config(cfg)
+    typer.echo(f"run folder {trainer.run_dir}")
+    summary = trainer.run()
+    _print_end(trainer.run_dir, summary)
+
+
+def _dry_run(cfg: RunConfig) -> None:
+    """Check what a run would check, and the reward; say what it would do. Writes nothing."""
+    import asyncio
+
+    from offbeat.pipeline.preflight import prepare, try_reward
+    from offbeat.pipeline.run import free_run_dir, usable_cores
+    from offbeat.types import Scored
+
+    free_run_dir(cfg)
+    inputs = prepare(cfg, reward_log=None)
+    prompt, reward = asyncio.run(try_reward(inputs))
+    cores = usable_cores(cfg.model.path)
+    value = f"{reward.value:g}" if isinstance(reward, Scored) else reward.reason
+    validation = len(inputs.validation) if inputs.validation is not None else 0
+    for line in (
+        f"model       {cfg.model.path}, context {inputs.max_len} tokens",
+        f"data        {len(inputs.stream)} training rows, {validation} validation rows",
+        f"run         {inputs.steps} steps of {cfg.train_dataset.batch_size} prompts x "
+        f"{cfg.gconfig.n_samples} answers",
+        f"asynchrony  max_staleness {cfg.rollout.max_staleness}, at most {cfg.tickets} groups open",
+        f"threads     trainer {cfg.trainer_threads(cores)}, each of {cfg.generator.replicas} "
+        f"generator(s) {cfg.generator_threads(cores)}",
+        f"row 1       {prompt.text!r} ({len(prompt.token_ids)} tokens)",
+        f"reward      {value} for an empty answer to it",
+        "everything that can be checked without training is fine",
+    ):
+        typer.echo(line)
+
+
+def _print_end(run_dir: Path, summary: Summary) -> None:
+    from offbeat.observe import show as view
+
+    typer.echo("\n" + view.run_text(view.load_run(run_dir)))
+    typer.echo(f"\nlook at it: offbeat show {run_dir} --samples 3")
