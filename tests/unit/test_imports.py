@@ -48,6 +48,7 @@ LATE = {
 
 BROAD = {
     ("errors.py", "boundary"): "classifies at the seam and raises again",
+    ("pipeline/task_runner.py", "_run"): "hands it to whoever waits for the task",
 }
 """Functions that may catch everything without raising it again as it was."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from offbeat.cli import configuration, evaluate, look, model, train
+from offbeat.cli import configuration, evaluate, look, model, timeline, train
 from offbeat.errors import ConfigError, DataError, ModelError, OffbeatError, boundary
 
 UNUSABLE = (ConfigError, DataError, ModelError)
@@ -31,6 +31,7 @@ app = typer.Typer(
 app.command()(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command()(look.show)
+app.command()(timeline.timeline)
 app.add_typer(configuration.app, name="config")
 app.add_typer(model.app, name="model")
 

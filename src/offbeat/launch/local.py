@@ -19,7 +19,7 @@ import sys
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 from offbeat.errors import StallError, WorkerError
 from offbeat.launch.calls import Fault
@@ -29,6 +29,8 @@ from offbeat.launch.protocols import WorkerSpec
 from offbeat.launch.rpc import RpcClient
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -85,6 +87,32 @@ class LocalScheduler:
             self._clients.add(client)
             undo.pop_all()
         return LocalWorker(child, client)
+
+    async def async_call_engine(
+        self,
+        worker: str,
+        method: str,
+        *args: object,
+        returns: type[T] | None = None,
+        timeout: float | None = None,
+    ) -> T | None:
+        """Call a method of the worker of that name; for who has the scheduler and no handle.
+
+        Args:
+            returns: type of the answer; None for a method that answers nothing.
+            timeout: seconds; None for as long as the worker lives.
+
+        Raises:
+            WorkerError: no worker of that name was started; otherwise as ``WorkerClient.call``.
+        """
+        clients = {client.name: client for client in self._clients}
+        if worker not in clients:
+            known = ", ".join(sorted(clients)) or "none"
+            raise WorkerError(f"there is no worker {worker!r}; started: {known}")
+        if returns is None:
+            await clients[worker].call(method, *args, timeout=timeout)
+            return None
+        return await clients[worker].call(method, *args, returns=returns, timeout=timeout)
 
     async def _watch(self, child: _Child) -> None:
         await child.watch()

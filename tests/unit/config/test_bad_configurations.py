@@ -80,7 +80,7 @@ SINGLE = [
     ("actor.eps_clip", 0.0, "a number > 0 and <= 1"),
     ("saver.mode", "background", "one of sync, async, auto"),
     ("saver.freq_steps", -1, "an integer >= 0 or null"),
-    ("scheduler.type", "slurm", "one of local, inline"),
+    ("scheduler.type", "slurm", "there is no Slurm scheduler yet; local runs everything"),
     ("rollout.policy", "drop", "one of pace"),
     ("rollout.max_failure_rate", 1.5, "a number >= 0 and <= 1"),
     ("rollout.reward_fn", "rewards.score", 'of the form "module:attribute"'),

@@ -57,6 +57,16 @@ async def test_a_worker_is_small_and_has_the_threads_of_its_spec(shared: LocalWo
     assert os.getpgid(shared.pid) == shared.pid
 
 
+async def test_a_worker_can_be_called_by_its_name(
+    scheduler: LocalScheduler, shared: LocalWorker
+) -> None:
+    call = scheduler.async_call_engine
+    assert await call("shared", "add", 1, 2, returns=int, timeout=5) == 3
+    assert await call("shared", "nothing", timeout=5) is None
+    with pytest.raises(WorkerError, match="there is no worker 'trainer'; started: .*shared"):
+        await call("trainer", "add", 1, returns=int, timeout=5)
+
+
 async def test_a_request_without_the_token_is_refused(shared: LocalWorker) -> None:
     url = shared.client.url
     async with aiohttp.ClientSession() as session:

@@ -1,0 +1,33 @@
+"""``offbeat timeline``: a picture of who worked when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.cli.arguments import Fileroot
+
+
+def timeline(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, its name below --fileroot, or: latest.")
+    ],
+    file: Annotated[Path, typer.Argument(help="Picture to write: .png, .svg or .pdf.")],
+    first_step: Annotated[int, typer.Option(min=1, help="First step in the picture.")] = 2,
+    last_step: Annotated[int, typer.Option(min=1, help="Last step in the picture.")] = 6,
+    fileroot: Fileroot = Path("runs"),
+) -> None:
+    """Draw who worked when in some steps of a run: generator, rewards, trainer, new weights.
+
+    Needs the extra plot (matplotlib).
+    """
+    from offbeat.observe.gantt import draw, gantt
+    from offbeat.observe.show import find_run
+    from offbeat.observe.spans import read_spans
+
+    folder = find_run(run, fileroot)
+    picture = gantt(read_spans(folder / "spans.jsonl"), first_step, last_step)
+    draw(picture, file, f"{folder.parent.name}/{folder.name}, steps {first_step} to {last_step}")
+    typer.echo(f"{file}: {picture.seconds:.2f} s of {folder}")
