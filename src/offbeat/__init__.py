@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from offbeat.errors import ConfigError, OffbeatError
     from offbeat.observe.summary import Summary
     from offbeat.pipeline.run import PPOTrainer
+    from offbeat.pipeline.task_runner import AsyncTaskRunner
     from offbeat.protocols import Workflow
     from offbeat.rollout.reward import AsyncRewardWrapper
     from offbeat.rollout.rlvr import RLVRWorkflow
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncRewardWrapper": "offbeat.rollout.reward",
+    "AsyncTaskRunner": "offbeat.pipeline.task_runner",
     "Completion": "offbeat.types",
     "ConfigError": "offbeat.errors",
     "Invalid": "offbeat.types",
@@ -44,6 +46,7 @@ _HOME = {
 
 __all__ = [
     "AsyncRewardWrapper",
+    "AsyncTaskRunner",
     "Completion",
     "ConfigError",
     "Invalid",

@@ -12,6 +12,7 @@ import offbeat
 
 NAMES = [
     "AsyncRewardWrapper",
+    "AsyncTaskRunner",
     "Completion",
     "ConfigError",
     "Invalid",
