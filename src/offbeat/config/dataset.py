@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from offbeat.config.schema import PositiveInt, Problem, Section, Text, preset
 
+RESERVED_COLUMNS = ("completions", "prompt_ids", "completion_ids")
+"""Names under which a reward function gets what offbeat made; no column may have them."""
+
 
 class OverlongPrompt(StrEnum):
     """What happens to a prompt longer than ``max_prompt_len``."""
@@ -30,16 +33,19 @@ class DatasetConfig(Section):
     """Rows to train on or to evaluate on."""
 
     path: Text
-    """A file (``rows.jsonl``) or ``module:function``, which returns the rows."""
+    """A .jsonl, .json, .csv or .parquet file; ``FOLDER[@SPLIT]``, laid out as on the Hugging Face
+    hub; ``hub:NAME[:CONFIG][@SPLIT]``; ``reasoning_gym:NAME``; or ``module:function``, which
+    returns the rows."""
 
     batch_size: PositiveInt = 8
     """g: prompts (groups) of one training step. Training only."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our name (prompt, messages, ...) to the data set's column name."""
+    """Our name (prompt, messages, ...) to the data set's column name; dots reach into mappings
+    (``{answer: reward_model.ground_truth}``)."""
 
     args: Mapping[str, object] = field(default_factory=dict)
-    """Keyword arguments of the function that ``path`` names."""
+    """Keyword arguments of the function, or options of the task, that ``path`` names."""
 
     shuffle: bool = field(default_factory=preset(True))
     """Seeded order, new in every epoch. Training only: evaluation reads rows in order."""
@@ -63,11 +69,20 @@ class DatasetConfig(Section):
     """auto: on when the tokenizer has a chat template."""
 
     def _contradictions(self) -> Iterator[Problem]:
-        if self.args and ":" not in self.path:
+        if self.args and (":" not in self.path or self.path.startswith("hub:")):
+            kind = "on the hub" if ":" in self.path else "a file or folder"
             yield Problem(
                 path="args",
-                text=f"no effect: path {self.path!r} is a file; args are for a module:function",
+                text=f"no effect: path {self.path!r} is {kind}; args are for module:function and "
+                "reasoning_gym:NAME",
             )
+        for name in RESERVED_COLUMNS:
+            if name in self.columns:
+                yield Problem(
+                    path=f"columns.{name}",
+                    text=f"{self.columns[name]!r} cannot be handed on under this name: reward "
+                    "functions get it from offbeat; choose another",
+                )
         if self.prompt_template is not None:
             yield from _template_problems(self.prompt_template)
 

@@ -1,47 +1,32 @@
-"""Load the rows of a data set: a JSON-lines file, a Python function, or the Hugging Face hub.
+"""Load the rows of a data set: a file, a folder, the Hugging Face hub, a task or a function.
 
-Owns finding and reading the rows; does not know what the columns mean (``data.columns``) nor in
-which order they are used (``data.stream``). Everything is read once, at start-up: a bad line ends
-the run before a worker starts.
+Owns telling from a path which of them it names, and the call of a function; how a file, a folder or
+a task is read is ``data.files``, ``data.hub`` and ``data.reasoning_gym``. Does not know what the
+columns mean (``data.columns``) nor in which order rows are used (``data.stream``). Everything is
+read once, at start-up: a bad line ends the run before a worker starts.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias, overload
+from typing import TypeAlias
 
 from offbeat.config.plugins import resolve
+from offbeat.data.files import read_file
+from offbeat.data.hub import read_folder, read_hub
+from offbeat.data.reasoning_gym import read_task
+from offbeat.data.rows import Row, Rows
 from offbeat.errors import DataError, boundary
 
-Row: TypeAlias = Mapping[str, object]
-
 HUB_PREFIX = "hub:"
+TASK_PREFIX = "reasoning_gym:"
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows(Sequence[Row]):
-    """The rows of one data set, in file order, and the name that error messages give it."""
-
-    name: str
-    items: Sequence[Row]
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return Rows(name=self.name, items=self.items[index])
-        return self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
+_Reader: TypeAlias = Callable[[int | None], Sequence[Row]]
+"""Reads the first so many rows of one place, or all."""
 
 
 def load_rows(
@@ -54,35 +39,39 @@ def load_rows(
 ) -> Rows:
     """Read the data set that ``path`` names.
 
-    Three forms, told apart in this order:
+    Five forms, told apart in this order:
 
-    - ``hub:NAME[:CONFIG][@SPLIT]``: a data set of the Hugging Face hub, or a folder in its layout,
-      through the optional ``datasets`` package; SPLIT is ``train`` unless given. Nothing else
-      touches the network.
-    - a JSON-lines file, looked up in the current directory, then in ``search_dir``. Blank lines are
-      skipped.
+    - ``reasoning_gym:NAME``: questions that the optional ``reasoning-gym`` package makes up, with
+      ``args`` as the options of its task NAME.
+    - ``hub:NAME[:CONFIG][@SPLIT]``: a data set of the Hugging Face hub, or a folder, through the
+      optional ``datasets`` package; SPLIT is ``train`` unless given. Nothing else touches the
+      network.
+    - a file: .jsonl, .json, .csv or .parquet.
+    - ``FOLDER[@SPLIT]``: a folder that ``save_to_disk`` wrote or that is laid out as on the hub.
+      SPLIT is the only one, or ``train``, unless given.
     - ``module:function``, called with ``**args``; returns a non-empty sequence of mappings.
 
+    Files and folders are looked up in the current directory, then in ``search_dir``.
+
     Args:
-        path: one of the three forms.
-        args: keyword arguments for ``module:function``; an error for the other forms.
+        path: one of the five forms.
+        args: options of a task or keyword arguments of a function; an error for the other forms.
         limit: keep the first so many rows; None keeps all.
         search_dir: the configuration file's folder.
         key: configuration path of ``path``, for error messages.
 
     Raises:
-        DataError: nothing there, a line that is not a JSON object, no rows, or a wrong return
-            value.
+        DataError: nothing there, a row that cannot be read, no rows, an unknown task or option, or
+            a wrong return value.
         ConfigError: ``module:function`` cannot be imported.
     """
     if limit is not None and limit < 1:
         raise DataError(f"{key}: the row limit must be at least 1 or null (all rows), got {limit}")
-    if path.startswith(HUB_PREFIX):
+    if path.startswith(TASK_PREFIX):
+        items: Sequence[Row] = read_task(path.removeprefix(TASK_PREFIX), args or {}, limit, key=key)
+    elif (read := _stored(path, search_dir, key)) is not None:
         _refuse_args(args, path, key)
-        items: Sequence[Row] = _from_hub(path, limit, key)
-    elif (file := _find_file(path, search_dir)) is not None:
-        _refuse_args(args, path, key)
-        items = _from_file(file, limit)
+        items = read(limit)
     elif _FUNCTION.fullmatch(path):
         items = _from_function(path, args or {}, search_dir, key)
     else:
@@ -92,64 +81,53 @@ def load_rows(
     return Rows(name=path, items=items[:limit])
 
 
+def _stored(path: str, search_dir: Path | None, key: str) -> _Reader | None:
+    """The reader of the hub's data set, file or folder that ``path`` names; None: it names none."""
+    if path.startswith(HUB_PREFIX):
+        return _hub_reader(path, search_dir, key)
+    if (file := _find(path, search_dir, Path.is_file)) is not None:
+        return partial(read_file, file)
+    if (folder := _find(path, search_dir, Path.is_dir)) is not None:
+        return partial(read_folder, folder, None, None, key=key)
+    name, _, split = path.rpartition("@")
+    if name and (folder := _find(name, search_dir, Path.is_dir)) is not None:
+        return partial(read_folder, folder, None, split or None, key=key)
+    return None
+
+
+def _hub_reader(path: str, search_dir: Path | None, key: str) -> _Reader:
+    where, _, split = path.removeprefix(HUB_PREFIX).partition("@")
+    name, _, config = where.partition(":")
+    if not name:
+        raise DataError(
+            f"{key}: {path!r} names no data set; write {HUB_PREFIX}NAME[:CONFIG][@SPLIT]"
+        )
+    if (folder := _find(name, search_dir, Path.is_dir)) is not None:
+        return partial(read_folder, folder, config or None, split or None, key=key)
+    return partial(read_hub, name, config or None, split or None, key=key)
+
+
+def _find(path: str, search_dir: Path | None, is_there: Callable[[Path], bool]) -> Path | None:
+    """What ``path`` names from the current directory, else from ``search_dir``."""
+    asked = Path(path).expanduser()
+    candidates = [asked] if search_dir is None else [asked, search_dir / asked]
+    return next(filter(is_there, candidates), None)
+
+
 def _refuse_args(args: Mapping[str, object] | None, path: str, key: str) -> None:
     if args:
         raise DataError(
-            f"{key}: arguments ({', '.join(args)}) are for a module:function; {path!r} takes none"
+            f"{key}: arguments ({', '.join(args)}) are for a module:function or "
+            f"{TASK_PREFIX}NAME; {path!r} takes none"
         )
-
-
-def _find_file(path: str, search_dir: Path | None) -> Path | None:
-    """The file that ``path`` names from the current directory, then from ``search_dir``."""
-    asked = Path(path).expanduser()
-    candidates = [asked] if search_dir is None else [asked, search_dir / asked]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def _not_found(path: str, search_dir: Path | None, key: str) -> str:
-    asked = Path(path).expanduser()
-    if asked.is_dir() or (search_dir is not None and (search_dir / asked).is_dir()):
-        return (
-            f"{key}: {path!r} is a folder; name a .jsonl file in it, or {HUB_PREFIX + path!r} "
-            "for a folder in the Hugging Face layout"
-        )
     looked = f"{Path.cwd()}" + (f" and {search_dir}" if search_dir is not None else "")
     return (
-        f"{key}: {path!r} is not a file (looked in {looked}), not module:function, and not "
-        f"{HUB_PREFIX}NAME[:CONFIG][@SPLIT]"
+        f"{key}: {path!r} is not a file or folder (looked in {looked}), not module:function, and "
+        f"neither {HUB_PREFIX}NAME[:CONFIG][@SPLIT] nor {TASK_PREFIX}NAME"
     )
-
-
-def _from_file(file: Path, limit: int | None) -> list[Row]:
-    rows: list[Row] = []
-    for number, line in _lines(file):
-        rows.append(_parse(line, f"{file}:{number}"))
-        if len(rows) == limit:
-            break
-    return rows
-
-
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank; numbers start at 1."""
-    # Binary iteration splits at \n only: JSON strings may hold U+2028 and friends as they are.
-    with file.open("rb") as stream:
-        for number, raw in enumerate(stream, start=1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as exc:
-                raise DataError(f"{file}:{number}: not UTF-8 text: {exc}") from exc
-            if text.strip():
-                yield number, text
-
-
-def _parse(line: str, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as exc:
-        raise DataError(f"{place}: not JSON: {exc.msg} at column {exc.colno}") from exc
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _from_function(
@@ -174,26 +152,3 @@ def _from_function(
                 "each row is a mapping from column to value"
             )
     return result
-
-
-def _from_hub(path: str, limit: int | None, key: str) -> list[Row]:
-    if importlib.util.find_spec("datasets") is None:
-        raise DataError(
-            f"{key}: {path!r} needs the datasets package, which is not installed: "
-            "pip install 'offbeat[hub]'"
-        )
-    name, config, split = _hub_parts(path)
-    datasets = importlib.import_module("datasets")
-    with boundary(DataError, f"{key}: loading {path!r}"):
-        table = datasets.load_dataset(name, config, split=split)
-        count = len(table) if limit is None else min(limit, len(table))
-        return [dict(table[index]) for index in range(count)]
-
-
-def _hub_parts(path: str) -> tuple[str, str | None, str]:
-    """Name, configuration and split of ``hub:NAME[:CONFIG][@SPLIT]``."""
-    where, _, split = path.removeprefix(HUB_PREFIX).partition("@")
-    name, _, config = where.partition(":")
-    if not name:
-        raise DataError(f"{path!r} names no data set; write {HUB_PREFIX}NAME[:CONFIG][@SPLIT]")
-    return name, config or None, split or "train"

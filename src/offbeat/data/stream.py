@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from offbeat.data.columns import ColumnMap, RowPrompt
-from offbeat.data.dataset import Rows
+from offbeat.data.rows import Rows
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import ConfigError, DataError, PromptTooLong
 from offbeat.seeds import derive

@@ -13,6 +13,10 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
 def test_mapped_columns_are_known_under_our_names_only() -> None:
     columns = ColumnMap(columns={"prompt": "question", "answer": "solution"})
     read = columns.read({"question": "q", "solution": "s", "level": 3}, "d: row 1")
@@ -65,33 +69,96 @@ def test_system_prompt_goes_first_and_makes_a_plain_prompt_a_conversation() -> N
         (
             ColumnMap(),
             {"question": "q", "id": 1},
-            r"found: question, id\. .*train_dataset\.columns",
+            r"found: question, id\. Did you mean train_dataset\.columns: \{prompt: question\}\?",
         ),
-        (ColumnMap(columns={"prompt": "q"}), {"question": "x"}, r"no column 'q'.*columns\.prompt"),
-        (ColumnMap(), {"prompt": 3}, "row 7: column 'prompt' must be text, got int"),
+        (ColumnMap(), {"id": 1}, r"found: id\. Name the one that .*columns: \{prompt: COLUMN\}"),
+        (
+            ColumnMap(),
+            {"input_id": "x", "Question": "q", "text": [1]},
+            r"Did you mean train_dataset\.columns: \{prompt: Question\}\?",
+        ),
+        (
+            ColumnMap(),
+            {"id": 1, "conversation": [user("a")]},
+            r"Did you mean train_dataset\.columns: \{messages: conversation\}\?",
+        ),
+        (
+            ColumnMap(columns={"prompt": "qestion"}),
+            {"question": "x"},
+            r"no column 'qestion', which train_dataset\.columns\.prompt names; found: question\. "
+            r"Did you mean 'question'\? .*columns: \{prompt: COLUMN\}",
+        ),
+        (
+            ColumnMap(columns={"answer": "info.gold"}),
+            {"prompt": "x", "info": {"golds": 1, "level": 2}},
+            r"no column 'info\.gold', .* \('info' has golds, level\); .*mean 'info\.golds'\?",
+        ),
+        (ColumnMap(columns={"answer": "a.b"}), {"prompt": "x", "a": "b"}, r"no column 'a\.b'"),
+        (
+            ColumnMap(),
+            {"prompt": 3, "id": 1},
+            r"column 'prompt' must be text or a list of messages, got int; found: prompt, id\. "
+            r".*train_dataset\.columns: \{prompt: COLUMN\}",
+        ),
         (
             ColumnMap(columns={"prompt": "q"}),
             {"q": None},
-            r"column 'q' \(as prompt\) must be text, got NoneType",
+            r"column 'q' \(as prompt\) must be text or a list of messages, got NoneType",
         ),
         (ColumnMap(), {"prompt": "q", "messages": []}, "both 'prompt' and 'messages'"),
-        (ColumnMap(), {"messages": "hi"}, "must be a list of messages, got str"),
-        (ColumnMap(), {"messages": []}, "is empty"),
-        (ColumnMap(), {"messages": ["hi"]}, r"message 1 must be \{role, content\}, got str"),
-        (ColumnMap(), {"messages": [{"role": "user"}]}, "nothing else, got role"),
-        (ColumnMap(), {"messages": [user("a") | {"tool_calls": [1]}]}, "nothing else, got .*tool"),
         (
             ColumnMap(),
-            {"messages": [{"role": "user", "content": 3}]},
-            "must be text, got str and int",
+            {"messages": "hi", "id": 1},
+            r"column 'messages' must be a list of messages, got str; found: messages, id\. .*COL",
+        ),
+        (ColumnMap(), {"messages": []}, "is a conversation without messages"),
+        (ColumnMap(), {"messages": ["hi"]}, r"as message 1 str, not \{role, content\}"),
+        (ColumnMap(), {"messages": [{"role": "user"}]}, "one with role; it must have role and"),
+        (ColumnMap(), {"messages": [user("a") | {"tool_calls": [1]}]}, "role, content, tool_calls"),
+        (ColumnMap(), {"messages": [{"role": 3, "content": "a"}]}, "in message 1 a role of int"),
+        (ColumnMap(), {"messages": [{"role": "user", "content": 3}]}, "a content of int, not a"),
+        (
+            ColumnMap(),
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "in message 1 a part of type 'image_url'; only text can be read",
         ),
         (
             ColumnMap(),
-            {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
-            "ends with a message of 'assistant'",
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "in message 1 a part of type 'str'",
+        ),
+        (
+            ColumnMap(),
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "a part whose text is NoneType",
+        ),
+        (ColumnMap(), {"messages": [assistant("b")]}, "has only an assistant's message"),
+        (
+            ColumnMap(),
+            {"messages": [user("a"), assistant("b"), assistant("c")]},
+            "asks nothing: before the model's answer comes a message of 'assistant'",
+        ),
+        (
+            ColumnMap(),
+            {"messages": [user("a"), assistant("b")], "reference": "c"},
+            r"there is one already; .*columns: \{other_name: reference\}",
+        ),
+        (
+            ColumnMap(columns={"prompt": "chat"}),
+            {"chat": [user("a"), assistant("b")]},
+            r"column 'chat' \(as prompt\) asks nothing: .*; \{messages: chat\} takes an assist",
         ),
         (ColumnMap(), {"prompt": "q", "completions": "c"}, r"columns: \{other_name: completions\}"),
-        (ColumnMap(prompt_template="{x}"), {"y": 1}, "KeyError: 'x'; the columns are: y"),
+        (
+            ColumnMap(prompt_template="{x}"),
+            {"y": 1},
+            r"KeyError: 'x'; found: y\. Correct the template",
+        ),
+        (
+            ColumnMap(prompt_template="{qestion}"),
+            {"question": 1},
+            r"found: question\. Did you mean 'question'\? Correct the template '\{qestion\}'",
+        ),
         (
             ColumnMap(prompt_template="{y:.2f}"),
             {"y": "a"},
@@ -110,6 +177,72 @@ def test_bad_row_is_named_with_what_to_change(
     with pytest.raises(DataError, match=message) as caught:
         columns.read(row, "d: row 7")
     assert str(caught.value).startswith("d: row 7")
+
+
+def test_a_dotted_name_reaches_into_a_column_that_stays() -> None:
+    row = {"prompt": "q", "info": {"gold": {"text": "s"}}}
+    read = ColumnMap(columns={"answer": "info.gold.text"}).read(row, "d")
+    assert read.columns == {"answer": "s", "info": row["info"]}
+
+
+def test_a_column_with_a_dot_in_its_name_comes_before_what_lies_inside_another() -> None:
+    row = {"prompt": "q", "a.b": "whole", "a": {"b": "inside"}}
+    read = ColumnMap(columns={"answer": "a.b"}).read(row, "d")
+    assert read.columns == {"answer": "whole", "a": {"b": "inside"}}
+
+
+def test_a_row_of_trl_may_have_a_conversation_as_its_prompt() -> None:
+    row = {"prompt": [{"role": "system", "content": "s"}, user("q")], "solution": "4"}
+    read = ColumnMap().read(row, "d")
+    assert read.text == "q"
+    assert [m.role for m in read.messages] == ["system", "user"]
+    assert read.columns == {"solution": "4"}
+
+
+def test_a_row_of_verl_gives_its_reward_the_ground_truth_by_name() -> None:
+    model = {"style": "rule", "ground_truth": "4"}
+    row = {
+        "prompt": [user("q")],
+        "data_source": "openai/gsm8k",
+        "reward_model": model,
+        "extra_info": {"index": 3},
+    }
+    columns = ColumnMap().read(row, "d").columns
+    assert columns["ground_truth"] == "4"
+    assert columns["data_source"] == "openai/gsm8k"
+    assert columns["extra_info"] == {"index": 3}
+    assert columns["reward_model"] == model
+
+
+def test_a_ground_truth_of_its_own_is_kept() -> None:
+    row = {"prompt": "q", "ground_truth": "own", "reward_model": {"ground_truth": "other"}}
+    assert ColumnMap().read(row, "d").columns["ground_truth"] == "own"
+    mapped = ColumnMap(columns={"ground_truth": "gold"}).read({**row, "gold": "mine"}, "d")
+    assert mapped.columns["ground_truth"] == "mine"
+
+
+@pytest.mark.parametrize("model", ["a-reward-model", {"style": "model"}, None])
+def test_a_reward_model_without_ground_truth_is_a_column_like_others(model: object) -> None:
+    columns = ColumnMap().read({"prompt": "q", "reward_model": model}, "d").columns
+    assert columns == {"reward_model": model}
+
+
+def test_text_parts_of_a_message_are_joined_by_line_ends() -> None:
+    parts = [{"type": "text", "text": "a", "image_url": None}, {"type": "text", "text": "b"}]
+    read = ColumnMap().read({"messages": [{"role": "user", "content": parts}]}, "d")
+    assert read.text == "a\nb"
+
+
+def test_the_answer_that_a_conversation_ends_with_is_cut_off_and_becomes_the_reference() -> None:
+    row = {"messages": [user("q"), assistant("a"), user("r"), assistant("b")], "id": 1}
+    read = ColumnMap().read(row, "d")
+    assert [m.content for m in read.messages] == ["q", "a", "r"]
+    assert read.text == "r"
+    assert read.columns == {"id": 1, "reference": "b"}
+
+
+def test_a_conversation_that_ends_with_its_user_has_no_reference() -> None:
+    assert ColumnMap().read({"messages": [user("q")]}, "d").columns == {}
 
 
 def test_explicit_mapping_settles_prompt_against_messages() -> None:

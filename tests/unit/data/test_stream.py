@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.data.columns import ColumnMap
-from offbeat.data.dataset import Rows
+from offbeat.data.rows import Rows
 from offbeat.data.stream import PromptOptions, PromptStream
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import ConfigError, DataError, PromptTooLong
