@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from offbeat.config.reward import RewardConfig, RewardSpec, bad_url
 from offbeat.config.schema import (
     Fraction,
     NonNegativeInt,
@@ -20,15 +21,20 @@ from offbeat.config.schema import (
 
 
 class RolloutPolicy(StrEnum):
-    """Which groups make a batch. pace: the oldest tickets, in admission order."""
+    """Which groups make a batch.
+
+    pace: the oldest, in admission order; drop: the first that are ready, and late ones are dropped.
+    """
 
     PACE = "pace"
+    DROP = "drop"
 
 
 class Lookahead(StrEnum):
-    """How many tickets are open. full: as many as the staleness bound allows."""
+    """How many groups are open. full: all that the bound allows; adaptive: what training needs."""
 
     FULL = "full"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +44,16 @@ class RolloutConfig(Section):
     workflow: PluginSpec = "offbeat.rollout.rlvr:RLVRWorkflow"
     """``module:attribute`` of the workflow."""
 
-    reward_fn: PluginSpec
-    """``module:function`` of the reward; looked up first beside the configuration file."""
+    reward_fn: RewardSpec | tuple[RewardConfig, ...]
+    """``module:function`` of the reward, looked up first beside the configuration file; or the URL
+    of a web service; or a list of ``{fn, weight, name, args}``, whose values are added up.
+    """
 
     reward_timeout_seconds: PositiveFloat = 15.0
     """A reward call is killed after this long, counted from its start."""
 
     reward_workers: PositiveInt = 2
-    """Reward worker processes."""
+    """Worker processes of each reward function."""
 
     max_staleness: NonNegativeInt = field(default_factory=preset(0))
     """η, versions: a group trains at most this long after its admission; 0 is synchronous."""
@@ -54,10 +62,19 @@ class RolloutConfig(Section):
     """Another name of ``max_staleness``; null once the configuration is resolved."""
 
     policy: RolloutPolicy = RolloutPolicy.PACE
-    """Which groups make a batch."""
+    """Which groups make a batch; drop throws late groups away, and with them long answers."""
 
     lookahead: Lookahead = Lookahead.FULL
-    """How many tickets are open."""
+    """How many groups are open; adaptive makes the data younger where generation is fast."""
+
+    group_deadline_seconds: PositiveFloat | None = None
+    """A group that takes longer is dropped and replaced; null waits. Not repeatable bit for bit."""
+
+    dynamic_sampling: bool = False
+    """Replace groups that teach nothing (all rewards equal, say) instead of training on them."""
+
+    max_groups_without_signal: PositiveInt | None = 2000
+    """Groups in a row that teach nothing after which the run stops; null never stops."""
 
     max_concurrent_rollouts: PositiveInt | None = None
     """Requests in flight over all generators; null: slots times replicas, at least one group."""
@@ -87,9 +104,24 @@ class RolloutConfig(Section):
             store(self, "given", self.given - {"max_head_offpolicyness"})
 
     def _contradictions(self) -> Iterator[Problem]:
+        yield from self._bad_reward()
         if self.max_head_offpolicyness is not None:
             yield Problem(
                 path="max_head_offpolicyness",
                 text=f"{self.max_head_offpolicyness} is another name of max_staleness, "
                 f"which is {self.max_staleness}; keep one",
             )
+
+    def _bad_reward(self) -> Iterator[Problem]:
+        if isinstance(self.reward_fn, str):
+            yield from bad_url(self.reward_fn, "reward_fn")
+            return
+        if not self.reward_fn:
+            yield Problem(path="reward_fn", text="an empty list; name at least one function")
+        names = [reward.name for reward in self.reward_fn]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Problem(
+                    path=f"reward_fn[{index}].name",
+                    text=f"{name!r} is also the name of another; give one of them its own",
+                )

@@ -308,12 +308,12 @@ def convert(hint: Any, value: object, path: str, problems: list[Problem]) -> Any
     """``value`` as ``hint`` wants it; if it cannot be, unchanged, with an entry in ``problems``."""
     if isinstance(value, _Missing):
         problems.append(
-            Problem(path=path, text=f"required, and not set; expected {_expected(hint)}")
+            Problem(path=path, text=f"required, and not set; expected {expected(hint)}")
         )
         return value
     if value is None and _optional(hint):
         return None
-    inner = next(member for member in _members(hint) if member is not type(None))
+    inner = _alternative(hint, value)
     try:
         if section_of(inner) is not None:
             return _to_section(inner, value, path, problems)
@@ -325,6 +325,14 @@ def convert(hint: Any, value: object, path: str, problems: list[Problem]) -> Any
     except _Bad:
         problems.append(Problem(path=path, text=_complaint(hint, value)))
         return value
+
+
+def _alternative(hint: Any, value: object) -> Any:
+    """The member of a union that ``value`` is meant for: lists go to the one that is a list."""
+    members = [member for member in _members(hint) if member is not type(None)]
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    lists = [member for member in members if is_list and get_origin(member) is tuple]
+    return (lists or members)[0]
 
 
 def _to_section(cls: type[S], value: object, path: str, problems: list[Problem]) -> S | object:
@@ -414,16 +422,17 @@ _NOUNS: Final[dict[object, str]] = {
 }
 
 
-def _expected(hint: Any) -> str:
+def expected(hint: Any) -> str:
+    """What a value of a field with this hint must be, in words."""
     members = _members(hint)
     if len(members) > 1:
-        parts = [_expected(m) for m in members if m is not type(None)]
+        parts = [expected(m) for m in members if m is not type(None)]
         return " or ".join([*parts, "null"] if type(None) in members else parts)
     if get_origin(hint) is Annotated:
         base, mark = get_args(hint)
         return mark.meaning if isinstance(mark, Matching) else f"{_NOUNS[base]} {mark}".strip()
     if get_origin(hint) is tuple:
-        return f"a list, each item {_expected(get_args(hint)[0])}"
+        return f"a list, each item {expected(get_args(hint)[0])}"
     if get_origin(hint) is Mapping or section_of(hint) is not None:
         return "a mapping"
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -434,7 +443,7 @@ def _expected(hint: Any) -> str:
 def _complaint(hint: Any, value: object) -> str:
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     kind = "null" if value is None else f"{shown} ({type(value).__name__})"
-    return f"{kind} is not {_expected(hint)}{_nearest(hint, value)}"
+    return f"{kind} is not {expected(hint)}{_nearest(hint, value)}"
 
 
 def _nearest(hint: Any, value: object) -> str:

@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import pickle
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
 import cloudpickle
 
 from offbeat.errors import ConfigError, OffbeatError, RewardError, WorkerError, boundary
 from offbeat.rollout.reward_process import GRACE_SECONDS, Ending, Lost, RewardProcess
-from offbeat.rollout.reward_wire import Answer, Canceled, Failed, Load, LoadNamed, LoadPickled
+from offbeat.rollout.reward_wire import Answer, Answers, Canceled, Failed, Load, Loaded
+from offbeat.rollout.signatures import Arguments, Request, RewardInput
 
 JOBS_PER_PROCESS = 512
 """Asynchronous jobs that share one process: waiting ones cost little, and all answers of all groups
@@ -44,8 +43,6 @@ START_SECONDS = 60.0
 """How long a process may take to start and to import the user's module."""
 
 CLOSE_SECONDS = 1.0
-
-RewardSource: TypeAlias = Callable[..., object] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +76,8 @@ class _Place:
         return self.process if self.process is not None and self.process.alive else None
 
 
-def load_order(source: RewardSource, search_dir: Path | None) -> Load:
-    """How a child gets ``source``: by its "module:attr" name, or pickled by value.
-
-    Raises:
-        ConfigError: a function that cannot be pickled.
-    """
-    path = [entry or os.getcwd() for entry in sys.path]
-    if isinstance(source, str):
-        folder = str(search_dir) if search_dir is not None else None
-        return LoadNamed(spec=source, search_dir=folder, sys_path=path)
-    hint = 'move it to a module and name it as "module:attr"'
-    what = f"rollout.reward_fn: {source!r} cannot be sent to its process ({hint})"
-    with boundary(ConfigError, what):
-        return LoadPickled(pickled=cloudpickle.dumps(source), sys_path=path)
+def _failure(failed: Failed) -> RewardFailure:
+    return RewardFailure(error=failed.error, reason=failed.reason, traceback=failed.traceback)
 
 
 def _died_twice(lost: Lost) -> RewardFailure:
@@ -106,26 +91,24 @@ class RewardPool:
     """Calls one function in killable processes; see the module's docstring for the rules.
 
     Args:
-        source: the function, synchronous or asynchronous, or its "module:attr".
+        load: how a process gets the function, synchronous or asynchronous (``load_order``).
         timeout_seconds: deadline of one call, from its start, > 0.
         workers: processes at most, >= 1.
-        search_dir: looked up first for the module of a "module:attr".
         log_path: file to which the processes' prints and errors are appended; None: this process's
             stderr.
         start_seconds: how long a process may take to import the function.
         counters: totals to go on counting in.
 
     Raises:
-        ConfigError: an argument out of range, or a function that cannot be pickled.
+        ConfigError: an argument out of range.
     """
 
     def __init__(
         self,
-        source: RewardSource,
+        load: Load,
         *,
         timeout_seconds: float,
         workers: int = 2,
-        search_dir: Path | None = None,
         log_path: Path | None = None,
         start_seconds: float = START_SECONDS,
         counters: RewardCounters | None = None,
@@ -135,7 +118,8 @@ class RewardPool:
         if workers < 1:
             raise ConfigError(f"reward workers: {workers} must be at least 1")
         self.counters = counters if counters is not None else RewardCounters()
-        self._load = load_order(source, search_dir)
+        self._load = load
+        self._loaded: Loaded | None = None
         self._timeout_seconds = timeout_seconds
         self._start_seconds = start_seconds
         self._log_path = log_path
@@ -165,6 +149,10 @@ class RewardPool:
         """Start the first process: a function that cannot be loaded fails now."""
         await self._ready(self._places[0])
 
+    async def is_batched(self) -> bool:
+        """Whether one call takes all answers of a group. Raises as ``call`` does."""
+        return (await self._ready_once()).batched
+
     async def call(self, *args: object, **kwargs: object) -> Answer | RewardFailure:
         """Call the function once in a process; what goes wrong is a ``RewardFailure``.
 
@@ -172,14 +160,41 @@ class RewardPool:
             ConfigError: the function cannot be loaded.
             WorkerError: processes die at their start, or the pool is closed.
         """
+        outcome = await self._issue(Arguments(args=args, kwargs=kwargs))
+        assert not isinstance(outcome, Answers), outcome
+        return outcome
+
+    async def score(self, answers: Sequence[RewardInput]) -> list[Answer | RewardFailure]:
+        """One outcome for each answer, by one call: one answer, or more for a batched function.
+
+        Raises:
+            ConfigError: the function cannot be loaded, or has none of the known signatures.
+            WorkerError: as ``call``.
+        """
+        complaint = (await self._ready_once()).complaint
+        if complaint:
+            raise ConfigError(f"{self._load.key}: {complaint}")
+        outcome = await self._issue(tuple(answers))
+        if isinstance(outcome, Answers):
+            return [each if isinstance(each, Answer) else _failure(each) for each in outcome.each]
+        return [outcome] * len(answers)
+
+    async def _ready_once(self) -> Loaded:
+        """What the first process said of the function."""
+        if self._loaded is None:
+            await self.start()
+        assert self._loaded is not None
+        return self._loaded
+
+    async def _issue(self, request: Request) -> Answer | Answers | RewardFailure:
         try:
             with boundary(RewardError, "the arguments cannot be sent to the reward process"):
-                arguments = cloudpickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+                pickled = cloudpickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         except RewardError as exc:
             return RewardFailure(error="RewardError", reason=str(exc))
-        outcome = await self._attempt(arguments)
+        outcome = await self._attempt(pickled)
         if isinstance(outcome, Lost):
-            outcome = await self._attempt(arguments)
+            outcome = await self._attempt(pickled)
         return _died_twice(outcome) if isinstance(outcome, Lost) else outcome
 
     async def aclose(self) -> None:
@@ -209,15 +224,18 @@ class RewardPool:
         if self._closed:
             raise WorkerError("the reward pool is closed")
         if self._broken is not None:
-            raise type(self._broken)(str(self._broken))
+            again = type(self._broken)(str(self._broken))
+            for note in getattr(self._broken, "__notes__", ()):
+                again.add_note(note)
+            raise again
 
-    async def _attempt(self, arguments: bytes) -> Answer | RewardFailure | Lost:
+    async def _attempt(self, request: bytes) -> Answer | Answers | RewardFailure | Lost:
         """One issue of a job: wait for a free place, then for its process, then for the job."""
         self._check_usable()
         place = await self._free.get()
         try:
             process = await self._ready(place)
-            return await self._run(process, arguments)
+            return await self._run(process, request)
         finally:
             self._free.put_nowait(place)
 
@@ -262,16 +280,19 @@ class RewardPool:
 
     def _share(self, place: _Place, process: RewardProcess) -> None:
         """A loaded function tells that it is asynchronous: offer the rest of its place then."""
+        self._loaded = process.loaded
         if process.concurrent and not place.shared:
             place.shared = True
             for _ in range(JOBS_PER_PROCESS - 1):
                 self._free.put_nowait(place)
 
-    async def _run(self, process: RewardProcess, arguments: bytes) -> Answer | RewardFailure | Lost:
+    async def _run(
+        self, process: RewardProcess, request: bytes
+    ) -> Answer | Answers | RewardFailure | Lost:
         """Run one job to its end or its deadline; canceling this ends the job without waiting."""
         self.counters.calls += 1
         job = next(self._jobs)
-        ending = process.submit(job, arguments)
+        ending = process.submit(job, request)
         try:
             # asyncio.wait leaves the future alone at the deadline, its ending is still needed then.
             await asyncio.wait((ending,), timeout=self._timeout_seconds)
@@ -300,13 +321,11 @@ class RewardPool:
             error="RewardTimeout", reason=f"timed out after {self._timeout_seconds:g} s"
         )
 
-    def _outcome(self, ending: Ending) -> Answer | RewardFailure | Lost:
-        if isinstance(ending, Answer):
+    def _outcome(self, ending: Ending) -> Answer | Answers | RewardFailure | Lost:
+        if isinstance(ending, Answer | Answers):
             return ending
         if isinstance(ending, Failed):
-            return RewardFailure(
-                error=ending.error, reason=ending.reason, traceback=ending.traceback
-            )
+            return _failure(ending)
         if isinstance(ending, Canceled):
             return RewardFailure(
                 error="CancelledError", reason="the reward function canceled itself"

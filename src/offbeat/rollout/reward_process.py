@@ -28,6 +28,7 @@ from offbeat.rollout.reward_wire import (
     CELL,
     LENGTH,
     Answer,
+    Answers,
     Call,
     Cancel,
     Canceled,
@@ -55,7 +56,7 @@ class Lost:
     blamed: bool
 
 
-Ending: TypeAlias = Answer | Failed | Canceled | Lost
+Ending: TypeAlias = Answer | Answers | Failed | Canceled | Lost
 
 
 class _Board:
@@ -186,7 +187,7 @@ class RewardProcess:
         self._log_path = log_path
         self.pid = transport.get_pid()
         self.alive = True
-        self.concurrent = False
+        self.loaded: Loaded | None = None
         board.exited.add_done_callback(self._on_exit)
         board.unlinked.add_done_callback(self._on_unlinked)
 
@@ -234,12 +235,13 @@ class RewardProcess:
         if self._board.loaded.done():
             message = self._board.loaded.result()
             if isinstance(message, Loaded):
-                self.concurrent = message.concurrent
+                self.loaded = message
                 return
             self.kill()
-            raise ConfigError(
-                f"{message.reason}\n\nin the reward process:\n{message.traceback.rstrip()}"
-            )
+            error = ConfigError(message.reason)
+            if message.traceback:
+                error.add_note(f"in the reward process:\n{message.traceback.rstrip()}")
+            raise error
         if self._board.exited.done():
             what = f"died: {_exit_text(self._board.exited.result())}"
         else:
@@ -247,12 +249,17 @@ class RewardProcess:
         self.kill()
         raise WorkerError(f"reward process {self.pid} {what}; {_tail(self._log_path)}")
 
-    def submit(self, job: int, arguments: bytes) -> asyncio.Future[Ending]:
+    @property
+    def concurrent(self) -> bool:
+        """Whether its function takes many jobs at a time."""
+        return self.loaded is not None and self.loaded.concurrent
+
+    def submit(self, job: int, request: bytes) -> asyncio.Future[Ending]:
         """Give the child a job; the future always resolves, to ``Lost`` if the child ends first."""
         future: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         if self.alive:
             self._board.jobs[job] = future
-            self._send(Call(job=job, arguments=arguments))
+            self._send(Call(job=job, request=request))
         else:
             future.set_result(Lost(reason="the reward process had ended", blamed=False))
         return future

@@ -21,25 +21,36 @@ CELL = struct.Struct("<q")
 
 
 class LoadNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Resolve ``spec`` ("module:attr"), first in ``search_dir``, then along ``sys_path``."""
+    """Resolve ``spec`` ("module:attr"), first in ``search_dir``, then along ``sys_path``.
+
+    ``args`` is the pickle of the function's fixed arguments, ``key`` its place in the
+    configuration.
+    """
 
     spec: str
     search_dir: str | None
     sys_path: list[str]
+    args: bytes
+    key: str
 
 
 class LoadPickled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rebuild the function from cloudpickle bytes; its modules are found along ``sys_path``."""
+    """Rebuild the function from cloudpickle bytes; its modules are found along ``sys_path``.
+
+    ``args`` and ``key`` as in ``LoadNamed``.
+    """
 
     pickled: bytes
     sys_path: list[str]
+    args: bytes
+    key: str
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Call the function; ``arguments`` is the pickle of (args, kwargs)."""
+    """Call the function; ``request`` is the pickle of a ``Request`` of signatures.py."""
 
     job: int
-    arguments: bytes
+    request: bytes
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,9 +60,15 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The function is there. ``concurrent``: it is asynchronous and takes many jobs at a time."""
+    """The function is there.
+
+    ``concurrent``: it is asynchronous and takes many jobs at a time. ``batched``: one call takes
+    all answers of a group. ``complaint``: why it cannot score answers, empty when it can.
+    """
 
     concurrent: bool
+    batched: bool = False
+    complaint: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -78,6 +95,13 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     traceback: str
 
 
+class Answers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The function scored the answers of a request: one entry for each, in order."""
+
+    job: int
+    each: list[Answer | Failed]
+
+
 class Canceled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The asynchronous job ended by cancellation."""
 
@@ -86,7 +110,7 @@ class Canceled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Load: TypeAlias = LoadNamed | LoadPickled
 ToWorker: TypeAlias = LoadNamed | LoadPickled | Call | Cancel
-FromWorker: TypeAlias = Loaded | LoadFailed | Answer | Failed | Canceled
+FromWorker: TypeAlias = Loaded | LoadFailed | Answer | Answers | Failed | Canceled
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -23,10 +23,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import cast
 
 from offbeat.config.plugins import resolve
 from offbeat.errors import ConfigError, OffbeatError, RewardError, boundary
@@ -35,6 +35,7 @@ from offbeat.rollout.reward_wire import (
     CELL,
     LENGTH,
     Answer,
+    Answers,
     Call,
     Cancel,
     Canceled,
@@ -48,10 +49,8 @@ from offbeat.rollout.reward_wire import (
     frame,
     read_order,
 )
+from offbeat.rollout.signatures import Arguments, Request, RewardFn, RewardFunction
 
-RewardFn: TypeAlias = Callable[..., object]
-
-KEY = "rollout.reward_fn"
 PR_SET_PDEATHSIG = 1
 MAX_TEXT = 20_000
 """Characters of a traceback that are kept, from its end."""
@@ -80,6 +79,8 @@ def _failed(job: int, exc: BaseException) -> Failed:
     cause = _own_cause(exc) if wrapped else exc
     text = str(cause)
     name = type(cause).__name__
+    if isinstance(cause, OffbeatError):  # written for the user as it is
+        return Failed(job=job, error=name, reason=_plain(text), traceback="")
     return Failed(
         job=job,
         error=name,
@@ -88,31 +89,37 @@ def _failed(job: int, exc: BaseException) -> Failed:
     )
 
 
-def _unusable(job: int, exc: RewardError) -> Failed:
-    return Failed(job=job, error="RewardError", reason=_plain(str(exc)), traceback="")
-
-
 def _answer(job: int, returned: object) -> Answer | Failed:
     try:
         value, parts = reward_of(returned)
     except RewardError as exc:
-        return _unusable(job, exc)
+        return _failed(job, exc)
     return Answer(job=job, value=value, parts=parts)
+
+
+def _reply(
+    reward: RewardFunction, job: int, request: Request, returned: object
+) -> Answer | Answers | Failed:
+    """What the function returned, checked: one number, or one for each answer."""
+    if isinstance(request, Arguments):
+        return _answer(job, returned)
+    values = reward.values(request, returned)
+    return Answers(job=job, each=[_answer(job, value) for value in values])
 
 
 async def _awaited(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
-def _run_sync(fn: RewardFn, call: Call) -> Answer | Failed:
-    """Call ``fn``; ``sys.exit`` and Ctrl-C raised by it are failures like any other."""
+def _run_sync(reward: RewardFunction, call: Call) -> Answer | Answers | Failed:
+    """Call the function; ``sys.exit`` and Ctrl-C raised by it are failures like any other."""
     try:
         with boundary(RewardError, _CALLING):
-            args, kwargs = pickle.loads(call.arguments)
-            returned = fn(*args, **kwargs)
+            request = pickle.loads(call.request)
+            returned = reward.call(request)
             if inspect.isawaitable(returned):  # e.g. a lambda around a coroutine function
                 returned = asyncio.run(_awaited(returned))
-            return _answer(call.job, returned)
+            return _reply(reward, call.job, request, returned)
     except (OffbeatError, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as exc:
         return _failed(call.job, exc)
 
@@ -143,13 +150,16 @@ class _Steps(Generator[object, object, object]):
             CELL.pack_into(self._cell, 0, 0)
 
 
-async def _run_async(fn: RewardFn, call: Call, cell: mmap.mmap) -> Answer | Failed:
-    """Await ``fn``; cancellation passes, ``sys.exit`` is caught before it ends the event loop."""
+async def _run_async(
+    reward: RewardFunction, call: Call, cell: mmap.mmap
+) -> Answer | Answers | Failed:
+    """Await the function; cancellation passes, ``sys.exit`` must not end the event loop."""
     try:
         with boundary(RewardError, _CALLING):
-            args, kwargs = pickle.loads(call.arguments)
-            coroutine = cast("Coroutine[object, object, object]", fn(*args, **kwargs))
-            return _answer(call.job, await _Steps(coroutine, call.job, cell))
+            request = pickle.loads(call.request)
+            coroutine = cast("Coroutine[object, object, object]", reward.call(request))
+            returned = await _Steps(coroutine, call.job, cell)
+            return _reply(reward, call.job, request, returned)
     except (OffbeatError, SystemExit, KeyboardInterrupt) as exc:
         return _failed(call.job, exc)
 
@@ -175,11 +185,11 @@ def _read(sock: socket.socket) -> ToWorker | None:
     return read_order(payload) if len(payload) == size else None
 
 
-def _serve_sync(fn: RewardFn, sock: socket.socket, cell: mmap.mmap) -> None:
+def _serve_sync(reward: RewardFunction, sock: socket.socket, cell: mmap.mmap) -> None:
     while (message := _read(sock)) is not None:
         assert isinstance(message, Call), message  # a late synchronous job is killed, not canceled
         CELL.pack_into(cell, 0, message.job)
-        sock.sendall(frame(_run_sync(fn, message)))
+        sock.sendall(frame(_run_sync(reward, message)))
         CELL.pack_into(cell, 0, 0)
 
 
@@ -191,11 +201,11 @@ async def _next(reader: asyncio.StreamReader) -> ToWorker | None:
         return None
 
 
-async def _serve_async(fn: RewardFn, sock: socket.socket, cell: mmap.mmap) -> None:
+async def _serve_async(reward: RewardFunction, sock: socket.socket, cell: mmap.mmap) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=sock)
-    running: dict[int, asyncio.Task[Answer | Failed]] = {}
+    running: dict[int, asyncio.Task[Answer | Answers | Failed]] = {}
 
-    def reply(job: int, task: asyncio.Task[Answer | Failed]) -> None:
+    def reply(job: int, task: asyncio.Task[Answer | Answers | Failed]) -> None:
         # A done callback: a job canceled before its first step runs no code that could answer.
         del running[job]
         writer.write(frame(Canceled(job=job) if task.cancelled() else task.result()))
@@ -203,7 +213,7 @@ async def _serve_async(fn: RewardFn, sock: socket.socket, cell: mmap.mmap) -> No
     async with asyncio.TaskGroup() as jobs:
         while (message := await _next(reader)) is not None:
             if isinstance(message, Call):
-                task = jobs.create_task(_run_async(fn, message, cell))
+                task = jobs.create_task(_run_async(reward, message, cell))
                 running[message.job] = task
                 task.add_done_callback(partial(reply, message.job))
             elif isinstance(message, Cancel) and message.job in running:
@@ -216,38 +226,56 @@ def _is_async(fn: RewardFn) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-def _load(order: Load) -> RewardFn:
-    """The function that ``order`` names. Raises ConfigError."""
+def _load(order: Load) -> RewardFunction:
+    """The function that ``order`` names, with its fixed arguments. Raises ConfigError."""
+    args: dict[str, object] = pickle.loads(order.args)
+    target = _resolved(order)
+    if isinstance(target, type):
+        with boundary(ConfigError, f"{order.key}: making a {target.__name__}"):
+            target, args = target(**args), {}
+    if not callable(target):
+        raise ConfigError(f"{order.key}: {target!r} is not callable")
+    return RewardFunction.of(target, args, order.key)
+
+
+def _resolved(order: Load) -> object:
+    """The object that ``order`` names or holds. Raises ConfigError."""
     known = set(sys.path)
     sys.path.extend(entry for entry in order.sys_path if entry not in known)
     target: object
     if isinstance(order, LoadNamed):
-        target = resolve(order.spec, Path(order.search_dir) if order.search_dir else None, KEY)
+        search_dir = Path(order.search_dir) if order.search_dir else None
+        target = resolve(order.spec, search_dir, order.key)
     else:
-        with boundary(ConfigError, f"{KEY}: cannot be rebuilt in the reward process"):
+        with boundary(ConfigError, f"{order.key}: cannot be rebuilt in the reward process"):
             target = pickle.loads(order.pickled)
     # A wrapped reward function that is named by a spec stands for the function inside.
     target = getattr(target, "__reward_fn__", target)
     if isinstance(target, str):
-        search_dir = order.search_dir if isinstance(order, LoadNamed) else None
-        return _load(LoadNamed(spec=target, search_dir=search_dir, sys_path=[]))
-    if not callable(target):
-        raise ConfigError(f"{KEY}: {target!r} is not callable")
-    return cast("RewardFn", target)
+        folder = order.search_dir if isinstance(order, LoadNamed) else None
+        return _resolved(
+            LoadNamed(spec=target, search_dir=folder, sys_path=[], args=order.args, key=order.key)
+        )
+    return target
 
 
-def _load_and_report(order: ToWorker, sock: socket.socket) -> RewardFn | None:
+def _load_and_report(order: ToWorker, sock: socket.socket) -> RewardFunction | None:
     """Load the function and tell the controller; None when it cannot be loaded."""
     assert isinstance(order, LoadNamed | LoadPickled), order  # the first message is always a load
     try:
-        fn = _load(order)
+        reward = _load(order)
     except (ConfigError, SystemExit) as exc:
         cause = _own_cause(exc)
-        reason = str(exc) if isinstance(exc, ConfigError) else f"{KEY}: its module called sys.exit"
-        sock.sendall(frame(LoadFailed(reason=_plain(reason), traceback=_trace(cause))))
+        exited = f"{order.key}: its module called sys.exit"
+        reason = str(exc) if isinstance(exc, ConfigError) else exited
+        trace = "" if isinstance(cause, ConfigError) else _trace(cause)
+        sock.sendall(frame(LoadFailed(reason=_plain(reason), traceback=trace)))
         return None
-    sock.sendall(frame(Loaded(concurrent=_is_async(fn))))
-    return fn
+    loaded = Loaded(
+        concurrent=_is_async(reward.fn), batched=reward.is_batched, complaint=reward.complaint
+    )
+    sock.sendall(frame(loaded))
+    return reward
 
 
 def _die_with(parent: int) -> None:
@@ -268,13 +296,13 @@ def main(argv: list[str]) -> None:
     sock = socket.socket(fileno=descriptor)
     cell = mmap.mmap(cell_descriptor, CELL.size)
     order = _read(sock)
-    fn = None if order is None else _load_and_report(order, sock)
-    if fn is None:
+    reward = None if order is None else _load_and_report(order, sock)
+    if reward is None:
         return
-    if _is_async(fn):
-        asyncio.run(_serve_async(fn, sock, cell))
+    if _is_async(reward.fn):
+        asyncio.run(_serve_async(reward, sock, cell))
     else:
-        _serve_sync(fn, sock, cell)
+        _serve_sync(reward, sock, cell)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from offbeat.errors import ConfigError, WorkerError
 from offbeat.rollout.reward import AsyncRewardWrapper
+from offbeat.rollout.reward_source import RewardPart
 from offbeat.types import Invalid, Scored
 
 Gone: TypeAlias = Callable[[int, float], bool]
@@ -207,7 +209,8 @@ async def test_a_module_that_fails_to_import_is_a_config_error_with_its_tracebac
     for _ in range(2):
         with pytest.raises(ConfigError, match="ZeroDivisionError") as caught:
             await score()
-        assert "scale = 1 / 0" in str(caught.value)
+        assert "scale = 1 / 0" in caught.value.__notes__[0]
+        assert "Traceback" not in str(caught.value)
     await score.aclose()
 
 
@@ -329,3 +332,76 @@ def test_a_program_that_closes_nothing_ends_cleanly() -> None:
     )
     assert done.stderr == b""
     assert time.monotonic() - started < 10
+
+
+# What is said of failures
+
+
+async def test_the_first_time_out_is_reported_at_once_with_the_function_and_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def endless() -> float:
+        while True:
+            pass
+
+    async with AsyncRewardWrapper(endless, timeout_seconds=0.2, workers=1) as score:
+        await score()
+    (message,) = caplog.messages
+    assert "endless (test_reward.py:" in message
+    assert "timed out after 0.2 s (rollout.reward_timeout_seconds)" in message
+
+
+async def test_a_failure_is_told_in_full_once_and_then_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def raising(number: int) -> float:
+        raise KeyError(number)
+
+    async with AsyncRewardWrapper(raising, workers=1) as score:
+        with caplog.at_level(logging.DEBUG, "offbeat.rollout"):
+            for number in range(25):
+                await score(number)
+    first, trace, tenth = caplog.messages
+    assert "KeyError: 0 (" in first
+    assert "Traceback" in trace
+    assert "in raising" in trace
+    assert "10 calls failed with KeyError, the last: KeyError: 9" in tenth
+    assert "Traceback" not in tenth
+
+
+# Several functions, classes and arguments
+
+
+async def test_fixed_arguments_reach_a_function_and_make_a_class(tmp_path: Path) -> None:
+    (tmp_path / "my_scaled.py").write_text(
+        "def scaled(completion, *, factor): return len(completion) * factor\n"
+        "class Scaled:\n"
+        "    def __init__(self, factor): self.factor = factor\n"
+        "    def __call__(self, completion): return len(completion) * self.factor\n"
+    )
+    for attr in ("scaled", "Scaled"):
+        part = RewardPart(source=f"my_scaled:{attr}", args={"factor": 3})
+        async with AsyncRewardWrapper([part], search_dir=tmp_path, workers=1) as score:
+            assert await score("", "ab", [], []) == Scored(value=6.0)
+
+
+async def test_an_argument_that_the_function_has_not_is_refused_with_those_it_has() -> None:
+    key = "rollout.reward_fn[1]"
+    part = RewardPart(source="offbeat.rewards:exact_match", args={"ignorecase": True}, key=key)
+    score = AsyncRewardWrapper([part], workers=1)
+    with pytest.raises(ConfigError, match=r"reward_fn\[1\]\.args: 'ignorecase' .* ignore_case"):
+        await score.start()
+    await score.aclose()
+
+
+async def test_a_call_with_other_arguments_than_the_standard_four_passes_them_on() -> None:
+    async with AsyncRewardWrapper(lambda text, factor: len(text) * factor, workers=1) as score:
+        assert await score("abc", factor=2) == Scored(value=6.0)
+        with pytest.raises(ConfigError, match="none of the four known forms"):
+            await score("a", "b", [], [])
+
+
+async def test_a_wrapper_of_several_functions_can_be_wrapped_again() -> None:
+    parts = [RewardPart(source=lambda completion: float(completion), name="number", weight=2.0)]
+    async with AsyncRewardWrapper(AsyncRewardWrapper(parts), workers=1) as score:
+        assert await score("", "4", [], []) == Scored(value=8.0, parts={"number": 4.0})

@@ -15,6 +15,7 @@ import pytest
 
 from offbeat.errors import WorkerError
 from offbeat.rollout.reward_pool import RewardFailure, RewardPool
+from offbeat.rollout.reward_source import load_order
 from offbeat.rollout.reward_wire import Answer
 
 Gone: TypeAlias = Callable[[int, float], bool]
@@ -50,7 +51,7 @@ async def test_a_hung_reward_is_killed_at_its_deadline_with_all_it_started(
         while True:
             pass
 
-    async with RewardPool(judge, timeout_seconds=0.5, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=0.5, workers=1) as pool:
         begin = time.monotonic()
         outcome = _failure(await pool.call(str(tmp_path / "pids")))
         assert time.monotonic() - begin < 1.5
@@ -69,7 +70,7 @@ async def test_what_a_dead_reward_started_dies_too(tmp_path: Path, gone_within: 
         (tmp_path / "pid").write_text(str(started.pid))
         os._exit(1)
 
-    async with RewardPool(judge, timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=5, workers=1) as pool:
         assert _failure(await pool.call()).error == "WorkerError"
         assert gone_within(int((tmp_path / "pid").read_text()), 1)
 
@@ -79,7 +80,7 @@ async def test_the_deadline_starts_with_the_job_and_not_in_the_queue() -> None:
         time.sleep(0.25)
         return 1.0
 
-    async with RewardPool(slow, timeout_seconds=0.6, workers=1) as pool:
+    async with RewardPool(load_order(slow), timeout_seconds=0.6, workers=1) as pool:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(pool.call()) for _ in range(4)]
         assert [_value(task.result()) for task in tasks] == [1.0] * 4
@@ -90,7 +91,8 @@ async def test_the_deadline_does_not_count_the_import_of_the_users_module(tmp_pa
         "import time\ntime.sleep(0.5)\ndef reward(): return 1\n"
     )
     source = "my_slow_module:reward"
-    async with RewardPool(source, timeout_seconds=0.3, workers=1, search_dir=tmp_path) as pool:
+    load = load_order(source, tmp_path)
+    async with RewardPool(load, timeout_seconds=0.3, workers=1) as pool:
         assert _value(await pool.call()) == 1.0
 
 
@@ -99,7 +101,7 @@ async def test_synchronous_jobs_run_one_per_process_and_side_by_side() -> None:
         time.sleep(0.3)
         return float(os.getpid())
 
-    async with RewardPool(slow, timeout_seconds=5, workers=2) as pool:
+    async with RewardPool(load_order(slow), timeout_seconds=5, workers=2) as pool:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(pool.call()) for _ in range(2)]
         assert len({_value(task.result()) for task in tasks}) == 2
@@ -110,7 +112,7 @@ async def test_asynchronous_jobs_share_a_process() -> None:
         await asyncio.sleep(0.2)
         return float(os.getpid())
 
-    async with RewardPool(nap, timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(nap), timeout_seconds=5, workers=1) as pool:
         begin = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(pool.call()) for _ in range(20)]
@@ -126,7 +128,7 @@ async def test_a_late_asynchronous_job_is_canceled_and_its_process_lives(tmp_pat
             (tmp_path / f"ended-{seconds}").touch()
         return float(os.getpid())
 
-    async with RewardPool(judge, timeout_seconds=0.3, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=0.3, workers=1) as pool:
         before = _value(await pool.call(0))
         assert _failure(await pool.call(100)).reason == "timed out after 0.3 s"
         assert (tmp_path / "ended-100").exists()
@@ -142,7 +144,7 @@ async def test_a_job_that_blocks_the_event_loop_is_killed_and_its_neighbor_score
         await asyncio.sleep(0.1)
         return 1.0
 
-    async with RewardPool(judge, timeout_seconds=0.5, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=0.5, workers=1) as pool:
         async with asyncio.TaskGroup() as group:
             # The innocent job comes first: its deadline passes first, and still it is not blamed.
             tasks = [group.create_task(pool.call(block)) for block in (False, True)]
@@ -162,7 +164,7 @@ async def test_an_asynchronous_job_that_refuses_its_cancellation_is_killed(
             except asyncio.CancelledError:
                 continue
 
-    async with RewardPool(stubborn, timeout_seconds=0.2, workers=1) as pool:
+    async with RewardPool(load_order(stubborn), timeout_seconds=0.2, workers=1) as pool:
         assert _failure(await pool.call()).reason == "timed out after 0.2 s"
         assert gone_within(int((tmp_path / "pid").read_text()), 1)
 
@@ -175,7 +177,7 @@ async def test_the_death_of_a_shared_process_costs_only_the_job_that_ran() -> No
         await asyncio.sleep(0.2)
         return 1.0
 
-    async with RewardPool(judge, timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=5, workers=1) as pool:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(pool.call(i == 3)) for i in range(8)]
         outcomes = [task.result() for task in tasks]
@@ -184,7 +186,7 @@ async def test_the_death_of_a_shared_process_costs_only_the_job_that_ran() -> No
 
 
 async def test_a_process_that_dies_between_jobs_costs_nothing(gone_within: Gone) -> None:
-    async with RewardPool(lambda: os.getpid(), timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(lambda: os.getpid()), timeout_seconds=5, workers=1) as pool:
         first = int(_value(await pool.call()))
         os.kill(first, signal.SIGKILL)
         assert gone_within(first, 1)
@@ -203,7 +205,7 @@ async def test_canceling_a_synchronous_call_kills_its_job_without_waiting(
             pass
         return 1.0
 
-    async with RewardPool(judge, timeout_seconds=30, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=30, workers=1) as pool:
         task = asyncio.ensure_future(pool.call(True))
         worker = int(await asyncio.to_thread(fifo.read_text))
         begin = time.monotonic()
@@ -227,7 +229,7 @@ async def test_canceling_an_asynchronous_call_cancels_its_job(tmp_path: Path) ->
                 fifo.write_text("canceled")
         return float(os.getpid())
 
-    async with RewardPool(judge, timeout_seconds=30, workers=1) as pool:
+    async with RewardPool(load_order(judge), timeout_seconds=30, workers=1) as pool:
         before = _value(await pool.call(False))
         task = asyncio.ensure_future(pool.call(True))
         assert await asyncio.to_thread(fifo.read_text) == "started"
@@ -239,7 +241,7 @@ async def test_canceling_an_asynchronous_call_cancels_its_job(tmp_path: Path) ->
 
 
 async def test_calls_canceled_in_the_queue_or_during_a_start_lose_no_place() -> None:
-    async with RewardPool(lambda: 1.0, timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(lambda: 1.0), timeout_seconds=5, workers=1) as pool:
         for steps in range(0, 12, 2):
             tasks = [asyncio.ensure_future(pool.call()) for _ in range(3)]
             for _ in range(steps):
@@ -261,7 +263,7 @@ async def test_closing_ends_running_and_queued_calls_within_a_second(
         while True:
             pass
 
-    pool = RewardPool(hang, timeout_seconds=30, workers=1)
+    pool = RewardPool(load_order(hang), timeout_seconds=30, workers=1)
     tasks = [asyncio.ensure_future(pool.call()) for _ in range(3)]
     worker = int(await asyncio.to_thread(fifo.read_text))
     begin = time.monotonic()
@@ -276,7 +278,7 @@ async def test_closing_ends_running_and_queued_calls_within_a_second(
 
 async def test_closing_during_a_start_leaves_no_process() -> None:
     for steps in range(0, 8, 2):
-        pool = RewardPool(lambda: 1.0, timeout_seconds=5, workers=1)
+        pool = RewardPool(load_order(lambda: 1.0), timeout_seconds=5, workers=1)
         task = asyncio.ensure_future(pool.call())
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -287,7 +289,7 @@ async def test_closing_during_a_start_leaves_no_process() -> None:
 
 async def test_opening_and_closing_leaves_no_descriptor_open() -> None:
     async def once() -> None:
-        async with RewardPool(lambda: 1.0, timeout_seconds=5, workers=2) as pool:
+        async with RewardPool(load_order(lambda: 1.0), timeout_seconds=5, workers=2) as pool:
             await pool.call()
 
     await once()
@@ -297,17 +299,16 @@ async def test_opening_and_closing_leaves_no_descriptor_open() -> None:
 
 
 async def test_large_arguments_arrive() -> None:
-    async with RewardPool(lambda text: len(text), timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(lambda text: len(text)), timeout_seconds=5, workers=1) as pool:
         assert _value(await pool.call("x" * 3_000_000)) == 3_000_000
 
 
 async def test_a_module_that_never_finishes_loading_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "my_endless_module.py").write_text("while True: pass\n")
     pool = RewardPool(
-        "my_endless_module:reward",
+        load_order("my_endless_module:reward", tmp_path),
         timeout_seconds=5,
         workers=1,
-        search_dir=tmp_path,
         start_seconds=0.3,
     )
     with pytest.raises(WorkerError, match=r"did not load the reward function within 0\.3 s"):
@@ -317,5 +318,5 @@ async def test_a_module_that_never_finishes_loading_is_not_waited_for(tmp_path: 
 
 async def test_functions_of_importable_modules_go_by_name() -> None:
     # A function that is found along sys.path need not be copied: its module is imported there.
-    async with RewardPool(os.path.basename, timeout_seconds=5, workers=1) as pool:
+    async with RewardPool(load_order(os.path.basename), timeout_seconds=5, workers=1) as pool:
         assert "returned 'b'" in _failure(await pool.call("a/b")).reason

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat.errors import GenerationError
+from offbeat.errors import ConfigError, GenerationError
 from offbeat.protocols import EpisodeEngine, Workflow
 from offbeat.rollout.reward import AsyncRewardWrapper
+from offbeat.rollout.reward_source import RewardPart
 from offbeat.rollout.rlvr import RLVRWorkflow
 from offbeat.types import (
     Completion,
     GroupId,
     Invalid,
+    Message,
     Prompt,
     SamplingParams,
     Scored,
@@ -91,9 +94,9 @@ def prompt(**columns: object) -> Prompt:
 
 async def test_the_reward_gets_texts_ids_and_columns_and_the_siblings_stay_in_order() -> None:
     def judge(
-        text: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str
+        prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str
     ) -> dict[str, float]:
-        assert (text, prompt_ids, type(completion_ids)) == ("2+2=", [7, 8, 9], list)
+        assert (prompt, prompt_ids, type(completion_ids)) == ("2+2=", [7, 8, 9], list)
         return {"reward": completion == answer, "length": len(completion_ids)}
 
     engine = FakeEngine([answer("4", [52, 0]), answer("five", [53, 54, 0]), answer("", [0])])
@@ -132,7 +135,7 @@ async def test_one_sibling_is_scored_while_another_is_still_being_written(tmp_pa
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo)
 
-    def judge(text: str, completion: str, *ids: object) -> float:
+    def judge(prompt: str, completion: str, *ids: object) -> float:
         if completion == "first":
             fifo.write_text("scoring")
         return 1.0
@@ -161,3 +164,116 @@ async def test_a_plain_function_is_wrapped_with_the_given_limits() -> None:
     rollouts = await workflow.arun_episode(FakeEngine([answer("a", [1])]), prompt())
     await workflow.async_reward_fn.aclose()
     assert rollouts[0].reward == Invalid(reason="timed out after 0.2 s")
+
+
+def chat(**columns: object) -> Prompt:
+    return replace(prompt(**columns), messages=(Message(role="user", content="2+2="),))
+
+
+async def test_a_function_of_lists_gets_exactly_one_group_once_and_in_order() -> None:
+    def judge(
+        completions: list[str], prompts: list[str], completion_ids: list[list[int]], **columns: list
+    ) -> list[float]:
+        assert (prompts, columns["answer"]) == (["2+2="] * 3, ["4"] * 3)
+        assert columns["prompt_ids"] == [[7, 8, 9]] * 3
+        return [10 * len(completions) + ids[0] for ids in completion_ids]
+
+    engine = FakeEngine([answer("a", [1]), answer("b", [2]), answer("c", [3])])
+    async with AsyncRewardWrapper(judge, workers=1) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, prompt(answer="4"))
+        assert reward.counters.calls == 1
+    assert [r.reward for r in rollouts] == [Scored(value=v) for v in (31.0, 32.0, 33.0)]
+
+
+async def test_a_function_of_lists_is_not_given_what_the_engine_did_not_finish() -> None:
+    engine = FakeEngine([answer("a", [1], StopReason.ABORTED), answer("b", [2])])
+    async with AsyncRewardWrapper(
+        lambda completions: [float(len(completions))], workers=1
+    ) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, prompt())
+    assert [r.reward for r in rollouts] == [
+        Invalid(reason="generation ended with 'aborted'"),
+        Scored(value=1.0),
+    ]
+
+
+async def test_none_in_a_list_is_invalid_for_that_answer_only() -> None:
+    engine = FakeEngine([answer("a", [1]), answer("b", [2]), answer("c", [3])])
+    async with AsyncRewardWrapper(
+        lambda completions: [None if c == "b" else 1 for c in completions], workers=1
+    ) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, prompt())
+    assert [type(r.reward) for r in rollouts] == [Scored, Invalid, Scored]
+    assert isinstance(rollouts[1].reward, Invalid)
+    assert rollouts[1].reward.reason.startswith("returned None")
+
+
+async def test_a_list_of_the_wrong_length_is_invalid_for_the_whole_group() -> None:
+    engine = FakeEngine([answer("a", [1]), answer("b", [2])])
+    async with AsyncRewardWrapper(lambda completions: [1.0], workers=1) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, prompt())
+    assert [r.reward for r in rollouts] == [Invalid(reason="returned 1 values for 2 answers")] * 2
+
+
+async def test_a_function_of_lists_gets_messages_where_the_prompt_is_a_conversation() -> None:
+    def judge(completions: list[list[dict[str, str]]], prompts: list[list[dict[str, str]]]):
+        assert prompts[0] == [{"role": "user", "content": "2+2="}]
+        return [float(c[0]["content"] == "4" and c[0]["role"] == "assistant") for c in completions]
+
+    engine = FakeEngine([answer("4", [1]), answer("5", [2])])
+    async with AsyncRewardWrapper(judge, workers=1) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, chat())
+    assert [r.reward for r in rollouts] == [Scored(value=1.0), Scored(value=0.0)]
+
+
+async def test_functions_of_one_answer_and_of_lists_add_up_by_weight_and_name() -> None:
+    parts = [
+        RewardPart(
+            source=lambda completion: {"reward": len(completion), "short": 1.0},
+            name="length",
+            weight=0.5,
+        ),
+        RewardPart(source=lambda completions: [2.0] * len(completions), name="group"),
+        RewardPart(source=lambda completion: 9.0, name="seen", weight=0.0),
+    ]
+    engine = FakeEngine([answer("ab", [1]), answer("abcd", [2])])
+    async with AsyncRewardWrapper(parts, workers=1) as reward:
+        rollouts = await RLVRWorkflow(reward).arun_episode(engine, prompt())
+    assert [r.reward for r in rollouts] == [
+        Scored(
+            value=0.5 * size + 2.0,
+            parts={"length": size, "length.short": 1.0, "group": 2.0, "seen": 9.0},
+        )
+        for size in (2.0, 4.0)
+    ]
+
+
+async def test_one_invalid_part_makes_the_answer_invalid_under_its_name() -> None:
+    parts = [
+        RewardPart(source=lambda completion: 1.0, name="fine"),
+        RewardPart(source=lambda completion: float("nan"), name="odd", weight=0.0),
+    ]
+    engine = FakeEngine([answer("a", [1])])
+    async with AsyncRewardWrapper(parts, workers=1) as reward:
+        (rollout,) = await RLVRWorkflow(reward).arun_episode(engine, prompt())
+    assert isinstance(rollout.reward, Invalid)
+    assert rollout.reward.reason.startswith("odd: returned nan")
+
+
+async def test_an_unknown_signature_ends_the_episode_and_lists_the_four_forms() -> None:
+    def judge(text: str, truth: str) -> float:
+        return 1.0
+
+    async with AsyncRewardWrapper(judge, workers=1) as reward:
+        with pytest.raises(ConfigError) as caught:
+            await RLVRWorkflow(reward).arun_episode(FakeEngine([answer("a", [1])]), prompt())
+    message = str(caught.value)
+    assert message.startswith("rollout.reward_fn: judge(text, truth) is none of the four")
+    for name in ("prompt_ids", "completions, prompts", "solution_str", "(completion)"):
+        assert name in message
+
+
+async def test_a_sum_that_is_not_finite_is_invalid() -> None:
+    parts = [RewardPart(source=lambda completion: 1e308, name=name) for name in ("one", "two")]
+    async with AsyncRewardWrapper(parts, workers=1) as reward:
+        assert await reward("p", "a", [], []) == Invalid(reason="the weighted sum is inf")
