@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
 
+_DISK_ADVICE = " Free space or fix the permissions there, then resume the run to record again."
+
 
 def append_lines(path: Path, lines: bytes) -> None:
     """Append ``lines`` (each ended by a newline) to ``path``, creating it and its folder.
@@ -117,10 +119,10 @@ class Guard:
         except OffbeatError as exc:
             self._failure = str(exc)
             log.error(
-                "%s. No more %s will be recorded in this run; training goes on. "
-                "Free space or fix the permissions there, then resume the run to record again.",
+                "%s. No more %s will be written there in this run; training goes on.%s",
                 exc,
                 self._what,
+                _DISK_ADVICE if isinstance(exc.__cause__, OSError) else "",
             )
             return False
         return True

@@ -178,13 +178,17 @@ def read_groups(path: Path, *, superseded: bool = False) -> tuple[LedgerRow, ...
     """Every row in order of group id; with ``superseded`` those of abandoned attempts too. Raises
     DataError.
     """
-    names = list(LedgerRow.__dataclass_fields__)
-    where = "" if superseded else "WHERE superseded_by IS NULL"
-    query = f"SELECT {', '.join(names)} FROM groups {where} ORDER BY group_id, attempt"
+    where = "true" if superseded else "superseded_by IS NULL"
     with _reading(path) as connection:
-        return tuple(
-            _ledger_row(dict(zip(names, r, strict=True))) for r in connection.execute(query)
-        )
+        return _ledger_rows(connection, f"{where} ORDER BY group_id, attempt")
+
+
+def _ledger_rows(
+    connection: sqlite3.Connection, where: str, *arguments: object
+) -> tuple[LedgerRow, ...]:
+    names = list(LedgerRow.__dataclass_fields__)
+    found = connection.execute(f"SELECT {', '.join(names)} FROM groups WHERE {where}", arguments)
+    return tuple(_ledger_row(dict(zip(names, row, strict=True))) for row in found)
 
 
 def _ledger_row(values: dict[str, object]) -> LedgerRow:
@@ -192,6 +196,34 @@ def _ledger_row(values: dict[str, object]) -> LedgerRow:
     values["fate"] = None if fate is None else Fate(str(fate))
     values["reason"] = None if reason is None else DropReason(str(reason))
     return LedgerRow(**values)  # type: ignore[arg-type]  # the schema fixes the type of every column
+
+
+def read_open(path: Path, limit: int) -> tuple[LedgerRow, ...]:
+    """The ``limit`` oldest of the open groups. Raises DataError."""
+    where = "superseded_by IS NULL AND fate IS NULL ORDER BY group_id LIMIT ?"
+    with _reading(path) as connection:
+        return _ledger_rows(connection, where, limit)
+
+
+def read_reasons(path: Path, limit: int) -> tuple[tuple[DropReason, str, int], ...]:
+    """Why groups were dropped: reason, detail and how many, the ``limit`` most frequent first.
+    Raises DataError.
+    """
+    query = (
+        "SELECT reason, detail, count(*) AS n FROM groups "
+        "WHERE superseded_by IS NULL AND fate = 'dropped' "
+        "GROUP BY reason, detail ORDER BY n DESC, reason, detail LIMIT ?"
+    )
+    with _reading(path) as connection:
+        found = connection.execute(query, (limit,)).fetchall()
+    return tuple((DropReason(reason), detail, int(n)) for reason, detail, n in found)
+
+
+def read_attempts(path: Path) -> tuple[float, ...]:
+    """When each attempt began, seconds since the epoch, the first one first. Raises DataError."""
+    with _reading(path) as connection:
+        found = connection.execute("SELECT started_at FROM attempts ORDER BY attempt").fetchall()
+    return tuple(float(at) for (at,) in found)
 
 
 def read_events(path: Path) -> tuple[LedgerEvent, ...]:

@@ -19,10 +19,11 @@ def _children(pid: int) -> Iterator[int]:
             continue
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """``pid`` and its descendants at this moment."""
     yield pid
     for child in _children(pid):
-        yield from _tree(child)
+        yield from process_tree(child)
 
 
 def _peak(pid: int) -> int | None:
@@ -39,7 +40,7 @@ def process_tree_peaks() -> dict[int, int]:
 
     Pages that processes share count in each of them.
     """
-    peaks = {pid: peak for pid in _tree(os.getpid()) if (peak := _peak(pid)) is not None}
+    peaks = {pid: peak for pid in process_tree(os.getpid()) if (peak := _peak(pid)) is not None}
     if not peaks:
         peaks[os.getpid()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peaks

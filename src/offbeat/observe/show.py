@@ -1,309 +1,187 @@
-"""What ``offbeat show`` prints: a run found on disk, as plain text or JSON.
+"""A run found on disk, and what ``offbeat show`` says of it first: as text or JSON.
 
 Consumes a run directory that is finished, failed, killed or still being written; changes nothing in
-it. Returns strings, prints nothing. Text that a model wrote is made harmless for a terminal first:
-control characters are escaped.
+it. Returns strings, prints nothing. Text that a model wrote is made harmless for a terminal first.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from offbeat.errors import DataError
+import msgspec
+
 from offbeat.observe import ledger, summary
-from offbeat.observe.metrics import (
-    PROX_APPROXIMATIONS,
-    PROX_PREFIX,
-    MetricReducer,
-    StepRecord,
-    prox_name,
-)
-from offbeat.observe.rollouts import RolloutRow, read_rollouts
-from offbeat.observe.sinks import read_metrics
+from offbeat.observe.find import METRICS_FILE
+from offbeat.observe.liveness import Life, life_of
+from offbeat.observe.metrics import StepRecord
+from offbeat.observe.proximal import ProxErrors
+from offbeat.observe.series import CURVES, CurveTable, Series
+from offbeat.observe.sinks import MetricsTail
 from offbeat.observe.summary import RunStatus, RunTotals, Summary
+from offbeat.observe.terminal import harmless, number, sparkline
 
-METRICS_FILE = "metrics.jsonl"
+_STATUS = {
+    Life.ALIVE: RunStatus.RUNNING,
+    Life.DEAD: RunStatus.KILLED,
+    Life.UNKNOWN: RunStatus.UNFINISHED,
+}
+_LARGE = 100.0
+"""From here on values are printed without decimals."""
 
-_MARKS = ("config.yaml", METRICS_FILE, ledger.FILE_NAME, summary.FILE_NAME)
-_BARS = "▁▂▃▄▅▆▇█"
-_CURVES = {
-    "reward": "reward/mean",
-    "eval": "eval/reward_mean",
-    "lag": "lag/group_mean",
-    "entropy": "actor/entropy",
+_STATUS_TEXT = {
+    RunStatus.KILLED: "killed (its process is gone and wrote no summary)",
+    RunStatus.UNFINISHED: "unfinished (still running, or killed)",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run as it lies on disk. ``summary`` has status ``unfinished`` when the run wrote none."""
+    """A run as it lies on disk. ``curves`` by title; ``new`` are the steps since the view before
+    this one, the last one only where there was none before.
+    """
 
     path: Path
     summary: Summary
-    records: tuple[StepRecord, ...]
+    curves: Mapping[str, Series]
+    prox: ProxErrors = field(default_factory=ProxErrors)
+    new: tuple[StepRecord, ...] = ()
 
 
-def find_run(run: str, fileroot: Path = Path("runs")) -> Path:
-    """The run directory that ``run`` means.
+class RunReader:
+    """Reads a run again and again while it is written; each step once.
 
     Args:
-        run: a run directory, one of its two parents (then the newest run below it), a path relative
-            to ``fileroot``, or ``latest`` for the newest run under ``fileroot``.
-        fileroot: where runs are kept.
-
-    Raises:
-        DataError: nothing there, or nothing that is a run; says what was looked for.
+        path: the run directory, from `offbeat.observe.find.find_run`.
+        metrics: title and metric of the curves to keep.
     """
-    candidates = [fileroot] if run == "latest" else [Path(run), fileroot / run]
-    found = next((c for c in candidates if c.is_dir()), None)
-    if found is None:
-        looked = " nor ".join(str(c) for c in candidates)
-        raise DataError(f"run {run!r}: there is no folder {looked}")
-    below = [p for pattern in ("*", "*/*") for p in found.glob(pattern) if _is_run(p)]
-    runs = [found] if _is_run(found) else below
-    if not runs:
-        raise DataError(
-            f"{found}: not a run, nor does a run lie in it: looked for {', '.join(_MARKS)} there, "
-            "in its folders and in theirs"
+
+    def __init__(self, path: Path, metrics: Mapping[str, str] = CURVES) -> None:
+        self._path = path
+        self._tail = MetricsTail(path / METRICS_FILE)
+        self._totals = RunTotals(0.0)
+        self._seconds = 0.0
+        self._curves = CurveTable(metrics)
+        self._prox = ProxErrors()
+        self._started = False
+
+    def read(self) -> RunView:
+        """The run as it stands. Raises DataError when a file of it cannot be read."""
+        # In this order: a run that ends in between has a summary when its lock is free.
+        life = life_of(self._path)
+        ended = (self._path / summary.FILE_NAME).is_file()
+        new = self._new_steps()
+        return RunView(
+            path=self._path,
+            summary=summary.read_summary(self._path / summary.FILE_NAME)
+            if ended
+            else self._so_far(_STATUS[life]),
+            curves=self._curves.series,
+            prox=self._prox,
+            new=new,
         )
-    return max(runs, key=_changed_at)
 
+    def require_curves(self) -> None:
+        """Raise DataError when no step read so far has one of the metrics."""
+        self._curves.require_all()
 
-def _is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in _MARKS)
+    def _new_steps(self) -> tuple[StepRecord, ...]:
+        new: deque[StepRecord] = deque(maxlen=None if self._started else 1)
+        self._started = True
+        if not (self._path / METRICS_FILE).is_file():
+            return ()
+        for record in self._tail.read():
+            self._totals.add_step(record)
+            self._seconds += record.seconds
+            self._curves.add(record)
+            self._prox.add(record)
+            new.append(record)
+        return tuple(new)
 
-
-def _changed_at(path: Path) -> float:
-    return max((path / mark).stat().st_mtime for mark in _MARKS if (path / mark).is_file())
+    def _so_far(self, status: RunStatus) -> Summary:
+        """The summary of a run that has not written one, from what its steps and its ledger say."""
+        db = self._path / ledger.FILE_NAME
+        groups = ledger.LedgerTotals(admitted=0, trained=0, dropped={}, open=0)
+        tokens = ledger.TokenTotals(generated=0, trained=0, wasted={})
+        if db.is_file():
+            groups, tokens = ledger.read_totals(db), ledger.read_tokens(db)
+        return self._totals.summary(now=self._seconds, status=status, groups=groups, tokens=tokens)
 
 
 def load_run(path: Path) -> RunView:
-    """Read the run at ``path`` (from `find_run`). Raises DataError when a file in it cannot be
-    read.
+    """Read the run at ``path`` (from `offbeat.observe.find.find_run`). Raises DataError when a file
+    in it cannot be read.
     """
-    metrics = path / METRICS_FILE
-    records = read_metrics(metrics) if metrics.is_file() else ()
-    if (path / summary.FILE_NAME).is_file():
-        return RunView(
-            path=path, summary=summary.read_summary(path / summary.FILE_NAME), records=records
-        )
-    return RunView(path=path, summary=_so_far(path / ledger.FILE_NAME, records), records=records)
+    return RunReader(path).read()
 
 
-def _so_far(db: Path, records: Sequence[StepRecord]) -> Summary:
-    """The summary of a run that has not written one, from what its steps and its ledger say."""
-    groups = ledger.LedgerTotals(admitted=0, trained=0, dropped={}, open=0)
-    tokens = ledger.TokenTotals(generated=0, trained=0, wasted={})
-    if db.is_file():
-        groups, tokens = ledger.read_totals(db), ledger.read_tokens(db)
-    totals = RunTotals(0.0, records)
-    return totals.summary(now=0.0, status=RunStatus.UNFINISHED, groups=groups, tokens=tokens)
-
-
-def run_json(view: RunView, samples: Sequence[RolloutRow] = ()) -> str:
-    """The run as one JSON object: the keys of ``summary.json``, ``run`` and ``curves``; where there
-    are any, also ``prox`` (`prox_table`) and ``samples``.
+def run_content(view: RunView) -> dict[str, object]:
+    """The run as plain data for JSON: the keys of ``summary.json``, ``run`` and ``curves``; where a
+    step measured it, also ``prox`` (`ProxErrors.table`).
     """
-    content = json.loads(view.summary.to_json())
+    content: dict[str, object] = msgspec.json.decode(view.summary.to_json())
     content["run"] = str(view.path)
-    content["curves"] = {
-        name: [[r.step, _finite(r.metrics[metric])] for r in view.records if metric in r.metrics]
-        for name, metric in _CURVES.items()
-    }
-    prox = prox_table(view.records)
-    if prox:
-        content["prox"] = prox
-    if samples:
-        content["samples"] = [_sample_json(row) for row in samples]
-    return json.dumps(content, indent=2, allow_nan=False)
+    content["curves"] = {title: series.points() for title, series in view.curves.items()}
+    prox = view.prox.table()
+    return content | ({"prox": prox} if prox else {})
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _sample_json(row: RolloutRow) -> dict[str, object]:
-    return {
-        "step": row.step,
-        "group_id": row.group_id,
-        "sibling": row.sibling,
-        "prompt": row.prompt,
-        "answer": row.answer,
-        "reward": row.reward,
-        "invalid_reason": row.invalid_reason,
-        "reward_parts": dict(row.reward_parts),
-        "stop_reason": row.stop_reason.value,
-        "admission_version": row.admission_version,
-        "versions": written_versions(row),
-    }
-
-
-def written_versions(row: RolloutRow) -> list[int]:
-    """The policy versions that wrote tokens of ``row``, ascending."""
-    return sorted({int(v) for v in row.versions[row.loss_mask]})
+def as_json(content: object, *, indent: int = 2) -> str:
+    """``content`` as JSON text; what is not finite is null."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=indent).decode()
 
 
 def run_text(view: RunView) -> str:
-    """Summary and curves as plain text, for a terminal or a pipe."""
-    lines = [f"run       {view.path}", *_summary_lines(view.summary)]
-    for name, metric in _CURVES.items():
-        points = [
-            r.metrics[metric]
-            for r in view.records
-            if math.isfinite(r.metrics.get(metric, math.nan))
-        ]
-        if points:
-            ends = f"{points[0]:.3f} to {points[-1]:.3f}"
-            lines.append(f"{name:<9} {sparkline(points)}  {ends}")
-    lines.extend(_prox_lines(view.records))
-    if view.summary.limit is not None:
-        lines.append(f"limit     {view.summary.limit.sentence}")
-    return "\n".join(lines)
+    """Summary and curves of one line each, for the end of a run."""
+    lines = summary_lines(view)
+    for title, series in view.curves.items():
+        _, values = series.finite()
+        if values:
+            spec = ".3f" if max(map(abs, values)) < _LARGE else ".0f"
+            ends = f"{values[0]:{spec}} to {values[-1]:{spec}}"
+            lines.append(f"{title:<9} {sparkline(values)}  {ends}")
+    return "\n".join([*lines, *conclusion_lines(view)])
 
 
-def prox_table(records: Sequence[StepRecord]) -> dict[str, float]:
-    """How far the approximations of the proximal log-prob were off, by name of the metric.
-
-    Of the steps that measured it: means weighted by trained tokens, and the largest of what is a
-    largest value. Empty when no step did.
-    """
-    reducer = MetricReducer()
-    for record in records:
-        for name, value in record.metrics.items():
-            if name.startswith(PROX_PREFIX) and math.isfinite(value):
-                reducer.add(name, value, max(1.0, record.metrics.get("actor/tokens_count", 1.0)))
-    return reducer.reduced()
+def conclusion_lines(view: RunView) -> list[str]:
+    """What comes after the curves: the proximal approximations, and what limited the run."""
+    limit = view.summary.limit
+    return [*view.prox.lines(), *([f"limit     {limit.sentence}"] if limit is not None else [])]
 
 
-_PROX_COLUMNS = (
-    ("log-prob", "logp_mean"),
-    ("error", "error_mean"),
-    ("largest", "error_max"),
-    ("relative", "relative_error_mean"),
-    ("squared", "squared_error_mean"),
-    ("behave w", "behave_weight_mean"),
-    ("error", "behave_error_mean"),
-    ("relative", "behave_relative_error_mean"),
-    ("ratio", "ratio_mean"),
-    ("error", "ratio_error_mean"),
-    ("relative", "ratio_relative_error_mean"),
-)
-
-
-def _prox_lines(records: Sequence[StepRecord]) -> list[str]:
-    found = prox_table(records)
-    if not found:
-        return []
-    steps = sum("actor/prox_logp_mean" in r.metrics for r in records)
-    truth = _num(found.get("actor/prox_logp_mean"), ".4f")
-    lines = [
-        f"prox      approximations of the recomputed log-prob (mean {truth} nats), {steps} steps' "
-        "mean: log-probs in nats, behave w = proximal/behavior, ratio = current/proximal",
-        f"{'':<10}{'':<10}" + "".join(f"{title:>10}" for title, _ in _PROX_COLUMNS),
-    ]
-    for approximation in PROX_APPROXIMATIONS:
-        values = [(m, found.get(prox_name(approximation, m))) for _, m in _PROX_COLUMNS]
-        cells = "".join(f"{_num(v, '.2%' if 'relative' in m else '.3g'):>10}" for m, v in values)
-        lines.append(f"{'':<10}{approximation:<10}{cells}")
-    return lines
-
-
-def _summary_lines(s: Summary) -> list[str]:
+def summary_lines(view: RunView) -> list[str]:
+    """The run in numbers, one subject a line."""
+    s = view.summary
     dropped = {reason: n for reason, n in s.groups.dropped.items() if n}
     reasons = f" ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
     wasted = f", {s.tokens.wasted / s.tokens.generated:.1%} wasted" if s.tokens.generated else ""
-    status = (
-        "unfinished (still running, or killed)" if s.status is RunStatus.UNFINISHED else s.status
-    )
     lines = [
-        f"status    {status} after {s.steps} steps",
+        f"run       {view.path}",
+        f"status    {_STATUS_TEXT.get(s.status, s.status)} after {s.steps} steps",
+        *([f"error     {harmless(s.error)}"] if s.error is not None else []),
         f"seconds   {s.seconds.total:.1f} total, {s.seconds.training:.1f} training, "
         f"{s.seconds.waiting:.1f} waiting",
-        f"reward    first {_num(s.reward.first)}, last {_num(s.reward.last)}",
-        f"eval      first {_num(s.eval.first)}, last {_num(s.eval.last)}, best {_num(s.eval.best)}"
-        + "".join(f", last {name} {value:.3f}" for name, value in s.eval.parts.items()),
-        f"lag       group mean {_num(s.lag.group_mean)}, group max {_num(s.lag.group_max, '.0f')}, "
-        f"token mean {_num(s.lag.token_mean)}",
+        f"reward    first {number(s.reward.first)}, last {number(s.reward.last)}",
+        f"eval      first {number(s.eval.first)}, last {number(s.eval.last)}, "
+        f"best {number(s.eval.best)}"
+        + "".join(f", last {harmless(name)} {v:.3f}" for name, v in s.eval.parts.items()),
+        f"lag       group mean {number(s.lag.group_mean)}, "
+        f"group max {number(s.lag.group_max, '.0f')}, token mean {number(s.lag.token_mean)}",
         f"groups    {s.groups.admitted} admitted = {s.groups.trained} trained + "
         f"{sum(dropped.values())} dropped{reasons} + {s.groups.open} open",
         f"tokens    {s.tokens.generated} generated = {s.tokens.trained} trained + "
         f"{s.tokens.wasted} wasted{wasted}; {s.tokens.prefill} prefill",
-        f"overlap   decode share of training {_num(s.decode_share_of_training_time, '.1%')}, "
-        f"engine busy {_num(s.engine_busy_fraction, '.1%')}, "
+    ]
+    return [*lines, *([] if s.status in _STATUS.values() else _measured_lines(s))]
+
+
+def _measured_lines(s: Summary) -> list[str]:
+    """What only a run itself can measure, and says at its end."""
+    return [
+        f"overlap   decode share of training {number(s.decode_share_of_training_time, '.1%')}, "
+        f"engine busy {number(s.engine_busy_fraction, '.1%')}, "
         f"{s.completions_with_two_versions} answers with two versions",
-        f"memory    {_num(s.peak_rss_bytes / 2**20 or None, '.0f')} MiB peak, all processes",
+        f"memory    {number(s.peak_rss_bytes / 2**20 or None, '.0f')} MiB peak, all processes",
     ]
-    return lines if s.error is None else [lines[0], f"error     {harmless(s.error)}", *lines[1:]]
-
-
-def _num(value: float | None, spec: str = ".3f") -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """``values`` (finite, not empty) as at most ``width`` bars between their minimum and maximum.
-
-    More values than bars: each bar is the mean of an equal share.
-    """
-    n = min(width, len(values))
-    edges = [round(i * len(values) / n) for i in range(n + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((m - low) * scale)] for m in means)
-
-
-def read_samples(path: Path, count: int, step: int | None = None) -> tuple[RolloutRow, ...]:
-    """``count`` rollouts of ``step`` (default: the newest), spread evenly over the recorded ones.
-
-    Raises:
-        DataError: nothing was recorded for that step.
-    """
-    rows = read_rollouts(path, step)
-    n = min(count, len(rows))
-    return tuple(rows[i * len(rows) // n] for i in range(n))
-
-
-def samples_text(rows: Sequence[RolloutRow], limit: int = 2000) -> str:
-    """Prompts, answers and what became of them; a text longer than ``limit`` characters is cut, and
-    says so.
-    """
-    return "\n\n".join(_sample_text(row, limit) for row in rows)
-
-
-def _sample_text(row: RolloutRow, limit: int) -> str:
-    reward = f"invalid ({row.invalid_reason})" if row.reward is None else f"{row.reward:.3f}"
-    versions = ", ".join(str(v) for v in written_versions(row)) or "none"
-    head = [
-        f"step {row.step}  group {row.group_id}.{row.sibling}  "
-        f"reward {harmless(reward)}{_parts(row.reward_parts)}",
-        f"stop {row.stop_reason}  {len(row.token_ids)} tokens  versions {versions} "
-        f"(admitted at {row.admission_version})",
-    ]
-    return "\n".join(
-        [*head, *_block("prompt", row.prompt, limit), *_block("answer", row.answer, limit)]
-    )
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    listed = ", ".join(f"{harmless(name)} {value:.3g}" for name, value in parts.items())
-    return f" ({listed})" if listed else ""
-
-
-def _block(title: str, text: str, limit: int) -> list[str]:
-    cut = f"\n[{len(text) - limit} more characters]" if len(text) > limit else ""
-    lines = (harmless(text[:limit]) + cut).split("\n")
-    labels = [title, *[""] * (len(lines) - 1)]
-    return [f"  {label:<6} | {line}" for label, line in zip(labels, lines, strict=True)]
-
-
-def harmless(text: str) -> str:
-    """``text`` with every character escaped that is not printable, except newlines."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )

@@ -1,5 +1,4 @@
-"""Where step metrics go: a JSON-lines file, the console, and a set of sinks that survives any one
-of them.
+"""Where step metrics go: a JSON-lines file, and a set of sinks that survives any one of them.
 
 Consumes the flat mapping of a `StepRecord`; synchronous and plain: the loop calls it in the
 executor that it keeps for files. Also reads ``metrics.jsonl`` back. Knows nothing of the pipeline.
@@ -9,17 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import cast
+
+import msgspec
 
 from offbeat.errors import DataError
 from offbeat.observe.files import Guard, append_lines
-from offbeat.observe.metrics import StepRecord, dropped_name
+from offbeat.observe.metrics import StepRecord
 from offbeat.protocols import JsonValue, Sink
-from offbeat.types import DropReason
 
 NONFINITE_KEY = "nonfinite"
 """Present in a line of ``metrics.jsonl`` when values were NaN or infinite: how many are written as
@@ -73,100 +72,52 @@ def read_metrics(path: Path) -> tuple[StepRecord, ...]:
             line.
         OSError: the file cannot be opened.
     """
-    lines = path.read_bytes().split(b"\n")
-    # What follows the last newline is empty, or a line whose writer was killed or has not finished.
-    return tuple(_record(path, i, line) for i, line in enumerate(lines[:-1], 1) if line.strip())
+    return tuple(MetricsTail(path).read())
+
+
+class MetricsTail:
+    """Reads ``metrics.jsonl`` while it grows, each line once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._lines = 0
+
+    def read(self) -> Iterator[StepRecord]:
+        """The steps written since the last call, as `read_metrics` gives them; raises as it does.
+
+        One record at a time is in memory: a long run has hundreds of megabytes of them.
+        """
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                # Its writer was killed, or has not finished.
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                self._lines += 1
+                if line.strip():
+                    yield _record(self._path, self._lines, line)
+
+
+_DECODER = msgspec.json.Decoder(dict[str, float | None])
 
 
 def _record(path: Path, number: int, line: bytes) -> StepRecord:
     try:
-        found = json.loads(line)
-        step, version, seconds = int(found["step"]), int(found["version"]), found["seconds"]
-        plain = {"step", "version", "seconds", NONFINITE_KEY}
-        values = {k: _number(v) for k, v in found.items() if k not in plain}
-        return StepRecord(step=step, version=version, seconds=_number(seconds), metrics=values)
-    except (ValueError, KeyError, TypeError) as exc:
+        found = _DECODER.decode(line)
+        step, version, seconds = (_number(found.pop(n)) for n in ("step", "version", "seconds"))
+        if found.pop(NONFINITE_KEY, None) or None in found.values():
+            found = {name: _number(value) for name, value in found.items()}
+        # No value is None any more.
+        metrics = cast(dict[str, float], found)
+        return StepRecord(step=int(step), version=int(version), seconds=seconds, metrics=metrics)
+    except (msgspec.MsgspecError, KeyError, ValueError) as exc:
         raise DataError(f"{path}: line {number} is not a step record: {exc!r}") from exc
 
 
 def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-class ConsoleSink:
-    """One line per step, plain text, readable at 100 to 120 columns.
-
-    Args:
-        total_steps: shown beside the step number; None when the run has no fixed length.
-        stream: where to write; ``None`` is the standard output.
-    """
-
-    def __init__(self, *, total_steps: int | None = None, stream: TextIO | None = None) -> None:
-        self._total = total_steps
-        self._stream = sys.stdout if stream is None else stream
-
-    def __str__(self) -> str:
-        return "the console"
-
-    def write(self, step: int, metrics: Mapping[str, JsonValue]) -> None:
-        """Write and flush the line. Raises OSError when the reader of a pipe is gone."""
-        self._stream.write(step_line(step, metrics, self._total) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Nothing to do: the stream belongs to the caller."""
-
-
-def step_line(step: int, metrics: Mapping[str, JsonValue], total: int | None = None) -> str:
-    """One step as one line; a value that the step did not measure is ``-``.
-
-    Example (one line)::
-
-        step 12/60  reward 0.512  eval -      lag 1.2/3    1.2k tok/s  wait 0.3s  ent 1.23
-        clip 0.012  grad 0.81  drop 1 stale
-    """
-    width = len(str(total)) if total else 1
-    of = f"/{total}" if total else ""
-    lag = f"{_show(metrics, 'lag/group_mean', '.1f')}/{_show(metrics, 'lag/group_max', '.0f')}"
-    parts = [
-        f"step {step:>{width}}{of}",
-        f"reward {_show(metrics, 'reward/mean', '.3f'):<5}",
-        f"eval {_show(metrics, 'eval/reward_mean', '.3f'):<5}",
-        f"lag {lag:<5}",
-        f"{_compact(metrics.get('throughput/tokens_per_second')):>5} tok/s",
-        f"wait {_show(metrics, 'wait/data_seconds', '.1f')}s",
-        f"ent {_show(metrics, 'actor/entropy', '.2f')}",
-        f"clip {_show(metrics, 'actor/clip_fraction', '.3f')}",
-        f"grad {_show(metrics, 'actor/grad_norm', '.2f')}",
-        _dropped(metrics),
-    ]
-    invalid = metrics.get("reward/invalid_count")
-    if isinstance(invalid, int | float) and invalid > 0:
-        parts.append(f"invalid rewards {invalid:.0f}")
-    return "  ".join(parts)
-
-
-def _show(metrics: Mapping[str, JsonValue], name: str, spec: str) -> str:
-    value = metrics.get(name)
-    return format(float(value), spec) if isinstance(value, int | float) else "-"
-
-
-def _compact(value: JsonValue) -> str:
-    """``value`` in at most five characters."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return "-"
-    for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
-        if value < limit * 0.9995:
-            scaled = value / divisor
-            digits = 1 if suffix and scaled < 99.95 else 0
-            return f"{scaled:.{digits}f}{suffix}"
-    return f"{value / 1e9:.1f}G"
-
-
-def _dropped(metrics: Mapping[str, JsonValue]) -> str:
-    counts = [(r.value, metrics.get(dropped_name(r))) for r in DropReason]
-    some = [(name, int(n)) for name, n in counts if isinstance(n, int | float) and n > 0]
-    return "drop " + (", ".join(f"{n} {name}" for name, n in some) or "0")
+    return math.nan if value is None else value
 
 
 class SinkSet:

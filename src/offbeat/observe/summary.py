@@ -27,13 +27,18 @@ FILE_NAME = "summary.json"
 
 
 class RunStatus(StrEnum):
-    """How a run ended. ``unfinished`` is never written: it is what a reader says of a run without a
-    summary.
+    """How a run ended, or stands.
+
+    The last three are never written. They are what a reader says of a run without a summary:
+    ``running`` or ``killed`` as its lock tells (`offbeat.observe.liveness`), ``unfinished`` where
+    there is none.
     """
 
     COMPLETED = "completed"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+    RUNNING = "running"
+    KILLED = "killed"
     UNFINISHED = "unfinished"
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.observe.attempts import supersede
+from offbeat.observe.find import find_run
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.rollouts import RolloutLog, recorded_steps
-from offbeat.observe.show import find_run, load_run
+from offbeat.observe.show import load_run
 from offbeat.observe.sinks import JsonlSink, read_metrics
 
 

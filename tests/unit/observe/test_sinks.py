@@ -1,4 +1,4 @@
-"""Claims about the metrics file, the console line and sets of sinks."""
+"""Claims about the metrics file and sets of sinks."""
 
 import io
 import json
@@ -11,24 +11,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import DataError
-from offbeat.observe.metrics import StepRecord, dropped_name
-from offbeat.observe.sinks import ConsoleSink, JsonlSink, SinkSet, read_metrics, step_line
+from offbeat.observe.console import ConsoleSink
+from offbeat.observe.metrics import StepRecord
+from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.protocols import Sink
-from offbeat.types import DropReason
-
-FULL = {
-    "reward/mean": 0.51234,
-    "eval/reward_mean": 0.43,
-    "lag/group_mean": 1.25,
-    "lag/group_max": 4.0,
-    "throughput/tokens_per_second": 12345.6,
-    "wait/data_seconds": 123.45,
-    "actor/entropy": 1.234,
-    "actor/clip_fraction": 0.0123,
-    "actor/grad_norm": 10.811,
-    dropped_name(DropReason.STALE): 1.0,
-    dropped_name(DropReason.FILTERED): 2.0,
-}
 
 
 def record(step: int, **more: float) -> StepRecord:
@@ -76,7 +62,16 @@ def test_reader_leaves_out_a_half_written_last_line(tmp_path: Path) -> None:
     assert [r.step for r in read_metrics(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("bad", ["{", "[1]", '{"step": 2}', '{"step":2,"version":2,"seconds":"x"}'])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{",
+        "[1]",
+        '{"step":null,"version":1,"seconds":1}',
+        '{"step": 2}',
+        '{"step":2,"version":2,"seconds":"x"}',
+    ],
+)
 def test_reader_names_the_line_that_is_no_record(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "metrics.jsonl"
     JsonlSink(path).write(1, record(1).flat())
@@ -131,58 +126,11 @@ def test_sinks_satisfy_the_protocol(tmp_path: Path) -> None:
     assert (tmp_path / "m").exists()
 
 
-def test_console_line_is_one_line_that_fits_120_columns_with_its_first_drop_reason() -> None:
-    stream = io.StringIO()
-    ConsoleSink(total_steps=1000, stream=stream).write(12, FULL)
-    line = stream.getvalue()
-    assert line.count("\n") == 1
-    assert "\x1b" not in line
-    assert len(line.partition("  drop")[0]) <= 111
-    for part in ("step   12/1000", "reward 0.512", "eval 0.430", "lag 1.2/4", "12.3k tok/s"):
-        assert part in line
-    for part in (
-        "wait 123.5s",
-        "ent 1.23",
-        "clip 0.012",
-        "grad 10.81",
-        "drop 2 filtered, 1 stale",
-    ):
-        assert part in line
-
-
-def test_console_line_names_invalid_rewards_only_when_there_are_some() -> None:
-    assert step_line(3, {"reward/invalid_count": 7.0}).endswith("invalid rewards 7")
-    assert "invalid" not in step_line(3, {"reward/invalid_count": 0.0})
-    assert "invalid" not in step_line(3, {})
-
-
-def test_console_line_shows_what_was_not_measured_as_a_dash() -> None:
-    line = step_line(1, {"reward/mean": math.nan})
-    assert "reward nan" in line
-    assert "eval -" in line
-    assert "lag -/-" in line
-    assert line.endswith("drop 0")
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0"),
-        (999.4, "999"),
-        (999.9, "1.0k"),
-        (12_345.0, "12.3k"),
-        (999_999.0, "1.0M"),
-        (2e9, "2.0G"),
-    ],
-)
-def test_token_rates_are_shown_in_five_characters(value: float, shown: str) -> None:
-    assert f" {shown} tok/s" in step_line(1, {"throughput/tokens_per_second": value})
-
-
 _PIPED = """
 import sys
-from offbeat.observe.sinks import ConsoleSink, SinkSet
-sinks = SinkSet([ConsoleSink()])
+from offbeat.observe.console import console_sink
+from offbeat.observe.sinks import SinkSet
+sinks = SinkSet([console_sink()])
 for step in (1, 2):
     sinks.write(step, {"reward/mean": 0.5})
 """
