@@ -1,4 +1,6 @@
-"""What every Generator promises, run on: a service inline, one in its own process, a Router."""
+"""What every Generator promises, run on: a service inline, one that computes the keys of running
+requests anew after a commit, one in its own process, a Router.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ from offbeat.types import (
     GeneratorStats,
     GroupId,
     PolicyVersion,
+    Progress,
     SamplingParams,
     StopReason,
 )
@@ -47,6 +50,7 @@ class Subject:
 
     generator: Generator
     replicas: int
+    recompute_kv: bool
     weights: dict[str, torch.Tensor]
     publisher: MemoryPublisher
     base: dict[str, torch.Tensor]
@@ -72,12 +76,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return init_model(path, max_len=MAX_LEN, initializer_range=0.2).path
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["inline", "local", "router"])
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=["inline", "recompute", "local", "router"]
+)
 async def subject(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
+    recompute_kv = request.param == "recompute"
     spec = GeneratorSpec(
-        model_path=str(folder), dtype=None, device="cpu", slots=SLOTS, max_len=MAX_LEN
+        model_path=str(folder),
+        dtype=None,
+        device="cpu",
+        slots=SLOTS,
+        max_len=MAX_LEN,
+        recompute_kv=recompute_kv,
     )
     model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     weights = {k: v.detach() for k, v in model.named_parameters()}
@@ -107,7 +119,7 @@ async def subject(
             assert (info.device, info.dtype, info.bitwise) == ("cpu", "float32", True)
         generator = remotes[0] if replicas == 1 else Router(remotes)
         publisher = stack.enter_context(MemoryPublisher(weights.items()))
-        yield Subject(generator, replicas, weights, publisher, base)
+        yield Subject(generator, replicas, recompute_kv, weights, publisher, base)
 
 
 @pytest.fixture
@@ -177,6 +189,37 @@ async def test_a_completion_is_stamped_complete_and_reproducible(
     assert first.token_ids.tolist() != other.token_ids.tolist()
 
 
+async def test_a_streamed_request_hands_out_the_beginning_of_its_completion(
+    generator: Generator,
+) -> None:
+    whole = await generator.generate(ask(n=60))
+    heard: list[Progress] = []
+    beside: list[Progress] = []
+    streamed, _, plain = await gather(
+        generator.stream(ask(n=60), heard.append),
+        generator.stream(ask(n=30, seed=1), beside.append),
+        generator.generate(ask(n=60)),
+    )
+    assert same_bits(streamed, whole)
+    assert same_bits(plain, whole)
+    tokens = np.concatenate([p.token_ids for p in heard])
+    scores = np.concatenate([p.logprobs for p in heard])
+    assert len(heard) > 1
+    assert len(beside) > 1
+    assert 0 < len(tokens) < 60
+    assert tokens.tolist() == whole.token_ids[: len(tokens)].tolist()
+    assert scores.tolist() == whole.logprobs[: len(tokens)].tolist()
+
+
+async def test_cancelling_a_streamed_request_frees_its_slot(generator: Generator) -> None:
+    begun = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(generator.stream(ask(n=400), lambda _: begun.set()))
+        await begun.wait()
+        task.cancel()
+    await when(generator, lambda stats: not stats.running)
+
+
 async def test_long_and_short_requests_together_have_the_bits_they_have_alone(
     generator: Generator,
 ) -> None:
@@ -241,6 +284,35 @@ async def test_a_request_held_over_two_commits_has_three_versions(subject: Subje
     assert answer.logprobs[:kept].tolist() == alone.logprobs[:kept].tolist()
     assert answer.token_ids[kept:].tolist() != alone.token_ids[kept:].tolist()
     await subject.publish()
+
+
+async def test_commits_of_the_same_weights_change_nothing_about_an_answer_but_its_versions(
+    subject: Subject,
+) -> None:
+    generator = subject.generator
+    first = await subject.publish()
+    # The prompt is longer than what fits into one pass beside decoding.
+    requests = [ask(260, 120, group=i, sibling=i, seed=i) for i in range(2)]
+    alone = [await generator.generate(r) for r in requests]
+    before = (await generator.stats()).prefill_tokens
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(generator.generate(r)) for r in requests]
+        for _ in range(2):
+            await until(generator, 8)
+            await generator.pause()
+            await subject.publish()
+            await generator.resume()
+    for call, expected in zip(calls, alone, strict=True):
+        answer = call.result()
+        assert same_bits(answer, expected)
+        assert (answer.stop_reason, answer.text) == (expected.stop_reason, expected.text)
+        assert sorted(set(answer.versions)) == [first, first + 1, first + 2]
+    computed = (await generator.stats()).prefill_tokens - before
+    if subject.recompute_kv:
+        # The prompt once for each commit, and some 8 and 16 tokens of each answer.
+        assert computed > 2 * 260
+    else:
+        assert computed <= 260 * subject.replicas
 
 
 async def test_a_commit_of_an_unstaged_version_is_refused(subject: Subject) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from offbeat.config.model import DType
-from offbeat.config.schema import PositiveInt, Section
+from offbeat.config.schema import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class GeneratorBackend(StrEnum):
@@ -16,9 +16,10 @@ class GeneratorBackend(StrEnum):
 
 
 class KVOnUpdate(StrEnum):
-    """What running requests do with their cache when new weights come."""
+    """What running requests do with the keys and values of their tokens when new weights come."""
 
     KEEP = "keep"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,17 @@ class GeneratorConfig(Section):
     """Requests decoded together in one generator; more wait in order."""
 
     kv_on_update: KVOnUpdate = KVOnUpdate.KEEP
-    """What happens to the cache of running requests at a weight swap."""
+    """The cache of running requests at a weight swap. keep: tokens written before it keep the keys
+    and values of older weights, which costs nothing. recompute: all are computed anew beside
+    decoding, prompts once for all siblings, before a request's next token; each token is then drawn
+    from the distribution that its version gives the whole sequence before it.
+    """
+
+    max_restarts: NonNegativeInt = 3
+    """Processes of one generator that may die or hang, and are replaced, before the run ends."""
+
+    heartbeat_seconds: PositiveFloat = 30.0
+    """How often a generator must answer; one that does not for as long again is replaced."""
 
     threads: PositiveInt | None = None
     """CPU threads of one generator; null: ``RunConfig.generator_threads``."""

@@ -6,17 +6,30 @@ Owns the start-up specification that crosses to the process, and the typed calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from offbeat.errors import GenerationError, OffbeatError, StallError, WorkerError
 from offbeat.launch.calls import Fault
 from offbeat.launch.protocols import WorkerHandle
-from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
+from offbeat.types import (
+    Completion,
+    GenerateRequest,
+    GeneratorStats,
+    PolicyVersion,
+    Progress,
+    WeightUpdate,
+)
 
 TARGET = "offbeat.generate.server:open_service"
+
+POLL_SECONDS = 20.0
+"""How long ``collect`` waits in the worker for an answer before it says that there is none yet."""
+
+CONTROL_SECONDS = 6 * POLL_SECONDS
+"""How long any other call than a completion may take, ``collect`` included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +37,8 @@ class GeneratorSpec:
     """What a generator process needs to start.
 
     ``max_len`` is the most tokens (prompt plus answer) of one request; ``dtype`` null is the
-    device's default; ``onednn_linears``: see ``ModelConfig``.
+    device's default; ``onednn_linears``: see ``ModelConfig``; ``recompute_kv``: running requests
+    have their keys computed anew after a commit, see ``KVOnUpdate``.
     """
 
     model_path: str
@@ -33,6 +47,7 @@ class GeneratorSpec:
     slots: int
     max_len: int
     onednn_linears: bool | None = None
+    recompute_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +70,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The end of one request: its completion, or what it failed with."""
+    """One of three: the completion of a request, what it failed with, or what it wrote so far."""
 
     request_id: str
-    completion: Completion | None
-    fault: Fault | None
+    completion: Completion | None = None
+    fault: Fault | None = None
+    progress: Progress | None = None
 
 
 class RemoteGenerator:
@@ -72,12 +88,16 @@ class RemoteGenerator:
     Args:
         worker: the generator process.
         request_timeout: seconds one completion may take, waiting included.
-        control_timeout: seconds any other call (stage, commit, stats) may take; longer than a
-            ``collect`` waits for its first answer (``mailbox``).
+        control_timeout: seconds any other call (stage, commit, stats) may take; above
+            ``POLL_SECONDS``, or a worker that has nothing to deliver yet counts as hung.
     """
 
     def __init__(
-        self, worker: WorkerHandle, *, request_timeout: float, control_timeout: float = 120.0
+        self,
+        worker: WorkerHandle,
+        *,
+        request_timeout: float,
+        control_timeout: float = CONTROL_SECONDS,
     ) -> None:
         self.name = worker.name
         self._client = worker.client
@@ -87,6 +107,8 @@ class RemoteGenerator:
         self._pumps: list[asyncio.Task[None]] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         """Requests that have a caller and no answer from the worker."""
+        self._listeners: dict[asyncio.Future[Completion], Callable[[Progress], None]] = {}
+        """Who hears what those of them wrote that are streamed."""
         self._outbox: dict[str, GenerateRequest] = {}
         """Those of them that are not sent yet."""
         self._cancelled: list[str] = []
@@ -110,6 +132,17 @@ class RemoteGenerator:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ``Generator``. Cancelling the call frees the request's slot."""
+        return await self._ask(request, None)
+
+    async def stream(
+        self, request: GenerateRequest, wrote: Callable[[Progress], None]
+    ) -> Completion:
+        """See ``Generator``. Cancelling the call frees the request's slot."""
+        return await self._ask(replace(request, stream=True), wrote)
+
+    async def _ask(
+        self, request: GenerateRequest, wrote: Callable[[Progress], None] | None
+    ) -> Completion:
         name = request.request_id
         if not self._pumps:
             raise WorkerError(f"{self.name}: not open for request {name}")
@@ -117,6 +150,8 @@ class RemoteGenerator:
             raise GenerationError(f"{self.name}: request {name} is already running")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
+        if wrote is not None:
+            self._listeners[future] = wrote
         self._outbox[name] = request
         self._to_send.set()
         self._to_collect.set()
@@ -130,6 +165,7 @@ class RemoteGenerator:
                 f"{self.name}: no answer to request {name} in {self._request_timeout:g} s"
             ) from exc
         finally:
+            self._listeners.pop(future, None)
             self._forget(name, future)
 
     def _forget(self, name: str, future: asyncio.Future[Completion]) -> None:
@@ -183,6 +219,9 @@ class RemoteGenerator:
         for d in found:
             if d.request_id in self._outbox:
                 continue  # The answer to an earlier request of this name, which was cancelled.
+            if d.progress is not None:
+                self._hear(d.request_id, d.progress)
+                continue
             future = self._waiting.pop(d.request_id, None)
             if future is None or future.done():
                 continue
@@ -190,6 +229,12 @@ class RemoteGenerator:
                 future.set_result(d.completion)
             elif d.fault is not None:
                 future.set_exception(d.fault.exception(self.name))
+
+    def _hear(self, name: str, progress: Progress) -> None:
+        future = self._waiting.get(name)
+        listener = self._listeners.get(future) if future is not None else None
+        if listener is not None:
+            listener(progress)
 
     def _fail(self, callers: Iterable[asyncio.Future[Completion]], error: OffbeatError) -> None:
         """End what is not done with ``error``, a copy each: raising one marks it."""

@@ -11,18 +11,17 @@ its answer, its error or a cancellation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from offbeat.errors import GenerationError, OffbeatError, boundary
-from offbeat.generate.client import Delivery
-from offbeat.launch.calls import Fault
-from offbeat.types import Completion, GenerateRequest
+import numpy as np
 
-POLL_SECONDS = 20.0
-"""How long ``collect`` waits for an answer before it says that there is none yet."""
+from offbeat.errors import GenerationError, OffbeatError, boundary
+from offbeat.generate.client import POLL_SECONDS, Delivery
+from offbeat.launch.calls import Fault
+from offbeat.types import Completion, GenerateRequest, Progress
 
 
 class Mailbox:
@@ -37,6 +36,8 @@ class Mailbox:
         self._tasks = asyncio.TaskGroup()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._ready: list[Delivery] = []
+        self._progress: dict[str, list[Progress]] = {}
+        """What streamed requests wrote since the last ``collect``; no more than they may write."""
         self._some = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerateRequest], cancelled: Sequence[str]) -> None:
@@ -47,6 +48,8 @@ class Mailbox:
         """
         names = {*cancelled, *(r.request_id for r in requests)}
         self._ready = [d for d in self._ready if d.request_id not in names]
+        for name in names:
+            self._progress.pop(name, None)
         ending = {n: task for n in names if (task := self._running.pop(n, None)) is not None}
         for task in ending.values():
             task.cancel()
@@ -54,14 +57,25 @@ class Mailbox:
             work = self._run(request, after=ending.get(request.request_id))
             self._running[request.request_id] = self._tasks.create_task(work)
 
+    def wrote(self, progress: Mapping[str, Progress]) -> None:
+        """Keep what streamed requests wrote for the next ``collect``; of the others, nothing."""
+        for name, part in progress.items():
+            if name in self._running:
+                self._progress.setdefault(name, []).append(part)
+                self._some.set()
+
     async def collect(self) -> list[Delivery]:
-        """Everything answered since the last call, in the order it was; empty after a while."""
+        """Everything answered since the last call, in the order it was; empty after a while.
+
+        Before that, what streamed requests have written that are not answered yet.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._some.wait()
         self._some.clear()
         ready, self._ready = self._ready, []
-        return ready
+        progress, self._progress = self._progress, {}
+        return [*(Delivery(request_id=n, progress=_joined(p)) for n, p in progress.items()), *ready]
 
     async def _run(self, request: GenerateRequest, after: asyncio.Task[None] | None) -> None:
         """Answer one request; ``after`` is an earlier one of this name that is being cancelled."""
@@ -74,6 +88,7 @@ class Mailbox:
         except OffbeatError as exc:
             fault = Fault.of(exc)
         self._running.pop(request.request_id, None)
+        self._progress.pop(request.request_id, None)  # The completion has all of it.
         delivery = Delivery(request_id=request.request_id, completion=completion, fault=fault)
         self._ready.append(delivery)
         self._some.set()
@@ -89,3 +104,10 @@ class Mailbox:
             task.cancel()
         # Not told of ``exc``: it would come out wrapped in a group.
         await self._tasks.__aexit__(None, None, None)
+
+
+def _joined(parts: Sequence[Progress]) -> Progress:
+    return Progress(
+        token_ids=np.concatenate([p.token_ids for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+    )

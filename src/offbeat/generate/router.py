@@ -14,7 +14,14 @@ from typing import TypeVar
 
 from offbeat.errors import true_cause
 from offbeat.protocols import Generator
-from offbeat.types import Completion, GenerateRequest, GeneratorStats, PolicyVersion, WeightUpdate
+from offbeat.types import (
+    Completion,
+    GenerateRequest,
+    GeneratorStats,
+    PolicyVersion,
+    Progress,
+    WeightUpdate,
+)
 
 T = TypeVar("T")
 
@@ -27,9 +34,16 @@ class Router:
             raise ValueError("a Router needs at least one replica")
         self._replicas = tuple(replicas)
         self._evaluation = 0
+        self.version = PolicyVersion(0)
+        """The weights that every replica has at least."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self._choose(request).generate(request)
+
+    async def stream(
+        self, request: GenerateRequest, wrote: Callable[[Progress], None]
+    ) -> Completion:
+        return await self._choose(request).stream(request, wrote)
 
     def _choose(self, request: GenerateRequest) -> Generator:
         if request.group_id >= 0:
@@ -43,7 +57,9 @@ class Router:
 
     async def commit(self, version: PolicyVersion) -> float:
         """Commit on every replica; returns the longest pause."""
-        return max(await self._all(lambda g: g.commit(version)))
+        pause = max(await self._all(lambda g: g.commit(version)))
+        self.version = version
+        return pause
 
     async def pause(self) -> None:
         await self._all(lambda g: g.pause())

@@ -50,6 +50,8 @@ class GeneratorService:
         """Requests with a caller; the loop's."""
         self._callers: dict[str, asyncio.Future[Completion]] = {}
         """Who gets the answer of each request in the engine; the engine thread's."""
+        self._streams: dict[str, int] = {}
+        """Tokens handed out so far of each streamed request; the engine thread's."""
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._paused = False
@@ -66,6 +68,8 @@ class GeneratorService:
         def submit() -> None:
             self._engine.submit(request)
             self._callers[request.request_id] = future
+            if request.stream:
+                self._streams[request.request_id] = 0
 
         self._ids.add(request.request_id)
         try:
@@ -87,6 +91,10 @@ class GeneratorService:
         await asyncio.to_thread(self._subscriber.stage, update)
 
     async def commit(self, version: PolicyVersion) -> float:
+        """See ``Generator``. The seconds are those of the swap; what it makes requests compute anew
+        comes after it, beside decoding.
+        """
+
         def swap() -> float:
             started = self._loop.time()
             self._engine.swap_weights(lambda: self._subscriber.commit(version), version)
@@ -169,6 +177,8 @@ class GeneratorService:
     def _deliver(self, ended: Sequence[tuple[GenerateRequest, Completion]]) -> None:
         """Hand completions to their callers, in one turn of the loop; on the engine thread."""
         answers = [(self._callers.pop(r.request_id), completion) for r, completion in ended]
+        for request, _ in ended:
+            self._streams.pop(request.request_id, None)
 
         def resolve() -> None:
             for future, completion in answers:
@@ -205,9 +215,20 @@ class GeneratorService:
             for future in self._callers.values():
                 self._call_loop(_fail, future, exc)
             self._callers.clear()
+            self._streams.clear()
         else:
             if finished:
                 self._deliver(finished)
+            if self._streams:
+                self._report()
+
+    def _report(self) -> None:
+        """Hand out what streamed requests wrote; on the engine thread."""
+        fresh = self._engine.written(self._streams)
+        for name, progress in fresh.items():
+            self._streams[name] += len(progress.token_ids)
+        if fresh:
+            self._call_loop(self.mailbox.wrote, fresh)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:
@@ -235,6 +256,7 @@ def _load(spec: GeneratorSpec) -> tuple[Engine, MemorySubscriber, EngineInfo]:
             max_len=spec.max_len,
             eos_token_ids=codec.eos_token_ids,
             decode=codec.decode,
+            recompute_kv=spec.recompute_kv,
         )
 
     check = compare_paths(model, engine(TEST_SLOTS), max_len=spec.max_len)

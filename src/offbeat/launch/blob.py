@@ -16,7 +16,7 @@ from types import TracebackType
 
 import xxhash
 
-from offbeat.errors import WorkerError
+from offbeat.errors import WorkerError, boundary
 from offbeat.types import BlobRef
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -45,10 +45,17 @@ class OwnedBlob:
 
 
 def write_blob(data: bytes | memoryview) -> OwnedBlob:
-    """Copy ``data`` into sealed shared memory; the caller owns the result and must close it."""
+    """Copy ``data`` into sealed shared memory; the caller owns the result and must close it.
+
+    Raises:
+        WorkerError: there is no memory for it.
+    """
     view = memoryview(data).cast("B")
-    fd = os.memfd_create("offbeat-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with ExitStack() as undo:
+    with (
+        boundary(WorkerError, f"putting {len(view):,} bytes into shared memory"),
+        ExitStack() as undo,
+    ):
+        fd = os.memfd_create("offbeat-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, fd)
         written = 0
         while written < len(view):

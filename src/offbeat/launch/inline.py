@@ -197,7 +197,8 @@ class _Host:
             async with asyncio.timeout(grace):
                 await self.ended.wait()
         except TimeoutError:
-            logger.info("%s did not close within %g s: cancelled", self.name, grace)
+            if grace > 0:
+                logger.info("%s did not close within %g s: cancelled", self.name, grace)
         finally:
             self._task.cancel()
             await self._cancelled()

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-from offbeat.errors import StallError, WorkerError
+from offbeat.errors import StallError, WorkerError, boundary
 from offbeat.launch.calls import Fault
 from offbeat.launch.codec import decode
 from offbeat.launch.frames import LENGTH, Birth, WorkerStart, frame
@@ -78,7 +78,8 @@ class LocalScheduler:
     async def start(self, spec: WorkerSpec) -> LocalWorker:
         """See ``Scheduler.start``."""
         async with AsyncExitStack() as undo:
-            child = await _spawn(spec, self._log_dir / f"{spec.name}.log")
+            with boundary(WorkerError, f"starting the process {spec.name}"):
+                child = await _spawn(spec, self._log_dir / f"{spec.name}.log")
             self._children.add(child)
             self._watchers.create_task(self._watch(child))
             undo.push_async_callback(child.kill)
@@ -264,7 +265,8 @@ class _Child:
         if code is None:
             how = "left its control connection"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-code).name}{hint}"
         else:
             how = f"exited with code {code}"
         return f"{self.name} {how}{self.tail()}"

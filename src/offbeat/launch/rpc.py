@@ -6,7 +6,8 @@ deadline is called. Knows neither what the methods do (``calls`` does) nor who s
     POST /rpc/<method>   msgpack array of arguments in, msgpack result out; 500 carries a Fault
     GET  /health         answered by the event loop itself, without touching the service
 
-Every request carries the run's token. Cancelling a call closes its connection, and the server then
+Every request carries the run's token; without it any path is answered with 401, also one that does
+not exist, before the body is read. Cancelling a call closes its connection, and the server then
 cancels the method.
 """
 
@@ -27,6 +28,7 @@ from offbeat.launch.codec import decode, encode
 
 if TYPE_CHECKING:
     from aiohttp import web
+    from aiohttp.typedefs import Handler, Middleware
 
 T = TypeVar("T")
 
@@ -65,8 +67,9 @@ async def serve(
     """
     from aiohttp import web
 
-    app = web.Application(client_max_size=max_bytes)
-    endpoint = _Endpoint(Dispatcher(service, methods), token)
+    app = web.Application(client_max_size=max_bytes, middlewares=[_only_with(token)])
+    app.on_response_prepare.append(hide_server)
+    endpoint = _Endpoint(Dispatcher(service, methods))
     app.router.add_post("/rpc/{method}", endpoint.call)
     app.router.add_get("/health", endpoint.health)
     runner = web.AppRunner(
@@ -81,15 +84,34 @@ async def serve(
         await runner.cleanup()
 
 
+def _only_with(token: str) -> Middleware:
+    """Lets in who has the token; what there is behind it is nobody else's business."""
+    from aiohttp import web
+
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, expected):
+            raise web.HTTPUnauthorized
+        return await handler(request)
+
+    return guard
+
+
+async def hide_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Leave out which server of which version answers; a signal handler of an application."""
+    response.headers.pop("Server", None)
+
+
 class _Endpoint:
     """The two request handlers."""
 
-    def __init__(self, dispatcher: Dispatcher, token: str) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._expected = f"Bearer {token}".encode()
 
     async def call(self, request: web.Request) -> web.Response:
-        self._authorize(request)
         try:
             return _reply(200, await self._dispatcher.invoke(*await _parts(request)))
         except OffbeatError as exc:
@@ -98,16 +120,8 @@ class _Endpoint:
                 logger.error("%s", fault.trace)
             return _reply(500, encode(fault))
 
-    async def health(self, request: web.Request) -> web.Response:
-        self._authorize(request)
+    async def health(self, _request: web.Request) -> web.Response:
         return _reply(200, b"")
-
-    def _authorize(self, request: web.Request) -> None:
-        from aiohttp import web
-
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
-            raise web.HTTPUnauthorized
 
 
 async def _parts(request: web.Request) -> tuple[str, bytes]:

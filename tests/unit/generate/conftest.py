@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,9 @@ from offbeat.types import Completion, GenerateRequest, GroupId, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Tests import the services of their processes by name, as the processes do through PYTHONPATH.
+sys.path.append(str(Path(__file__).parent))
 
 MakeEngine = Callable[..., Engine]
 Ask = Callable[..., GenerateRequest]
@@ -54,13 +58,20 @@ def codec(folder: Path) -> TextCodec:
 
 @pytest.fixture(scope="session")
 def make_engine(loaded: PreTrainedModel, codec: TextCodec) -> MakeEngine:
-    def make(slots: int = 4, model: PreTrainedModel = loaded, max_len: int = MAX_LEN) -> Engine:
+    def make(
+        slots: int = 4,
+        model: PreTrainedModel = loaded,
+        max_len: int = MAX_LEN,
+        *,
+        recompute_kv: bool = False,
+    ) -> Engine:
         return Engine(
             model,
             slots=slots,
             max_len=max_len,
             eos_token_ids=codec.eos_token_ids,
             decode=codec.decode,
+            recompute_kv=recompute_kv,
         )
 
     return make

@@ -12,7 +12,7 @@ import pytest
 from offbeat.errors import GenerationError, PromptTooLong
 from offbeat.generate import mailbox as module
 from offbeat.generate.mailbox import Mailbox
-from offbeat.types import Completion, GenerateRequest, StopReason
+from offbeat.types import Completion, GenerateRequest, Progress, StopReason
 
 Ask = Callable[..., GenerateRequest]
 
@@ -26,6 +26,10 @@ def answer(text: str) -> Completion:
         stop_reason=StopReason.STOP,
         text=text,
     )
+
+
+def wrote(*ids: int) -> Progress:
+    return Progress(token_ids=np.array(ids), logprobs=-np.array(ids, dtype=np.float32))
 
 
 class Desk:
@@ -288,3 +292,41 @@ async def test_leaving_by_cancellation_ends_every_request(desk: Desk, ask: Ask) 
         await task
     assert task.cancelled()
     assert desk.ended == ["a"]
+
+
+async def test_what_a_request_wrote_between_two_calls_is_handed_out_as_one(
+    mailbox: Mailbox, desk: Desk, ask: Ask
+) -> None:
+    await mailbox.submit([ask(name="a"), ask(name="b")], [])
+    await desk.begin(2)
+    mailbox.wrote({"a": wrote(1), "b": wrote(5)})
+    mailbox.wrote({"a": wrote(2, 3)})
+    found = {d.request_id: d.progress for d in await mailbox.collect()}
+    assert {n: p.token_ids.tolist() for n, p in found.items() if p} == {"a": [1, 2, 3], "b": [5]}
+    assert found["a"] is not None
+    assert found["a"].logprobs.tolist() == [-1.0, -2.0, -3.0]
+    mailbox.wrote({"a": wrote(4)})
+    (later,) = await mailbox.collect()
+    assert later.progress is not None
+    assert later.progress.token_ids.tolist() == [4]
+
+
+@pytest.mark.parametrize("ends", ["answered", "cancelled", "unknown"])
+async def test_nothing_is_handed_out_of_a_request_that_does_not_run(
+    mailbox: Mailbox, desk: Desk, ask: Ask, ends: str
+) -> None:
+    await mailbox.submit([ask(name="a"), ask(name="b")], [])
+    await desk.begin(2)
+    if ends != "unknown":
+        mailbox.wrote({"a": wrote(1)})
+    if ends == "answered":
+        desk.calls[0].set_result(answer("whole"))
+        await settle()
+    elif ends == "cancelled":
+        await mailbox.submit([], ["a"])
+    mailbox.wrote({"a" if ends != "unknown" else "c": wrote(2)})
+    desk.calls[1].set_result(answer("b"))
+    await settle()
+    found = await mailbox.collect()
+    assert [d.request_id for d in found if d.progress is not None] == []
+    assert [d.request_id for d in found] == (["a", "b"] if ends == "answered" else ["b"])

@@ -1,6 +1,7 @@
 """Bytes by name: what a reader gets, and what it is told when it gets nothing."""
 
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,3 +69,15 @@ def test_a_written_blob_cannot_be_changed_by_its_readers() -> None:
         finally:
             os.close(fd)
         assert read_blob(blob.ref) == b"abc"
+
+
+def test_memory_that_is_refused_is_an_error_that_names_the_size() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(WorkerError, match="putting 20,000 bytes into shared memory: OSError"):
+            write_blob(bytes(20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert set(os.listdir("/proc/self/fd")) == before

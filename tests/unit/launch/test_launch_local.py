@@ -63,7 +63,7 @@ async def test_a_worker_can_be_called_by_its_name(
     call = scheduler.async_call_engine
     assert await call("shared", "add", 1, 2, returns=int, timeout=5) == 3
     assert await call("shared", "nothing", timeout=5) is None
-    with pytest.raises(WorkerError, match="there is no worker 'trainer'; started: .*shared"):
+    with pytest.raises(WorkerError, match=r"there is no worker 'trainer'; started: .*shared"):
         await call("trainer", "add", 1, returns=int, timeout=5)
 
 
@@ -106,7 +106,7 @@ async def test_sigkill_is_noticed_within_a_second_and_fails_calls_in_flight(
         os.kill(worker.pid, signal.SIGKILL)
         async with asyncio.timeout(1):
             reason = await worker.wait()
-    assert reason.startswith("echo-0 was killed by SIGKILL; end of ")
+    assert reason.startswith("echo-0 was killed by SIGKILL (out of memory?); end of ")
     assert reason.endswith("the last line")
     assert gone_within([child, worker.pid], 1)
     with pytest.raises(WorkerError, match="echo-0"):
@@ -184,3 +184,11 @@ async def test_cancelling_a_start_leaves_no_process(
         start.cancel()
     assert start.cancelled()
     assert not alive(pid)
+
+
+async def test_a_process_that_cannot_be_started_is_named(
+    scheduler: LocalScheduler, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    nowhere = f"../{tmp_path.name}/absent/echo"
+    with pytest.raises(WorkerError, match=r"^starting the process .*absent/echo: FileNotFoundErr"):
+        await scheduler.start(make_spec(name=nowhere))

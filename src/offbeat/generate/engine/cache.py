@@ -11,6 +11,8 @@ which are slots 0..n-1, then the rows of chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +22,29 @@ from offbeat.generate.engine.chunks import ChunkLayout
 from offbeat.generate.engine.runs import Run
 from offbeat.model.attention import QUERY_ROWS, TOKEN_ROWS, attend_core, key_bucket, round_up
 from offbeat.types import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """Attention of each layer of a model: query heads, key heads and the size of a head."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> HeadShape:
+        config = model.config
+        heads: int = config.num_attention_heads
+        return cls(
+            heads=heads,
+            # Families that never share keys have no such option.
+            kv_heads=getattr(config, "num_key_value_heads", heads),
+            dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
 
 
 class SlotCache:
@@ -82,12 +107,6 @@ class SlotCache:
         self.keys.zero_()
         self.values.zero_()
 
-    def store(self, layer: int, slot: int, key: Tensor, value: Tensor) -> None:
-        """Write keys and values ``[n, K, D]`` at positions 0..n-1 of ``slot``."""
-        n = key.shape[0]
-        self.keys[layer, slot, :, :n] = key.transpose(0, 1)
-        self.values[layer, slot, :, :n] = value.transpose(0, 1)
-
     def copy_prefix(self, source: int, targets: list[int], length: int) -> None:
         """Give ``targets`` the first ``length`` positions of ``source``."""
         for cache in (self.keys, self.values):
@@ -117,8 +136,8 @@ class DecodeContext:
 
     Decode row i is slot i. ``positions`` [n]: where it writes (``scratch`` for rows without a
     request); ``visible`` [n]: how many keys it sees, itself included, at least 1; ``longest``: the
-    largest of ``visible``, known to the caller without a device sync. ``runs`` cover the n rows; by
-    default one does. ``chunks``: the rows behind them.
+    largest of ``visible``, known to the caller without a device sync. ``runs`` cover the n rows.
+    ``chunks``: the rows behind them.
     """
 
     def __init__(
@@ -128,14 +147,13 @@ class DecodeContext:
         visible: Tensor,
         longest: int,
         *,
-        runs: Sequence[Run] = (),
+        runs: Sequence[Run],
         chunks: ChunkLayout | None = None,
     ) -> None:
         self._cache = cache
         self._n = n = len(positions)
         self._chunks = chunks
-        whole = (Run(begin=0, end=n, keys=key_bucket(longest)),) if n else ()
-        self._runs = tuple(runs) or whole
+        self._runs = tuple(runs)
         self.longest = longest
         device = positions.device
         slots = torch.arange(n, device=device)

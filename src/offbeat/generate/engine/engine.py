@@ -8,8 +8,10 @@ from one thread, so a weight swap and a forward pass can never overlap. What a s
 A step gives free slots to waiting requests, then runs one forward pass: a row for each request that
 decodes and the next chunk of prompts that are not computed yet, so that long prompts never hold up
 decoding. A request whose prompt lies in a slot already, under the present weights, copies it from
-there. Everything a token depends on (its slot's keys, its own random stream) is private to its
-request, so tokens and log-probs are the same bits whoever else runs and however prompts are cut.
+there. When the weights change, a request that decodes keeps its keys; or it joins those whose
+prompt is not computed yet, what it wrote being the end of its prompt. Everything a token depends on
+(its slot's keys, its own random stream) is private to its request, so tokens and log-probs are the
+same bits whoever else runs and however prompts are cut.
 
 Shapes: C slots, N rows of a pass (multiple of 16), V vocabulary.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import GenerationError, PromptTooLong
-from offbeat.generate.engine.cache import DecodeContext, SlotCache
+from offbeat.generate.engine.cache import DecodeContext, HeadShape, SlotCache
 from offbeat.generate.engine.chunks import ChunkLayout
 from offbeat.generate.engine.prompts import Chunk, PromptBook
 from offbeat.generate.engine.rows import SlotRows
@@ -38,7 +40,14 @@ from offbeat.generate.engine.stops import ends_with_stop
 from offbeat.model.attention import TOKEN_ROWS, round_up
 from offbeat.model.linear import output_head
 from offbeat.model.load import hidden_states
-from offbeat.types import Completion, GenerateRequest, IntArray, PolicyVersion, StopReason
+from offbeat.types import (
+    Completion,
+    GenerateRequest,
+    IntArray,
+    PolicyVersion,
+    Progress,
+    StopReason,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +79,7 @@ class Engine:
         max_len: tokens of prompt plus answer that one request may have.
         eos_token_ids: end an answer unless its ``ignore_eos``.
         decode: token ids to text; used for the finished answer and for stop strings.
+        recompute_kv: see ``swap_weights``.
     """
 
     def __init__(
@@ -80,23 +90,21 @@ class Engine:
         max_len: int,
         eos_token_ids: Iterable[int],
         decode: Callable[[Sequence[int]], str],
+        recompute_kv: bool = False,
     ) -> None:
-        config, device = model.config, model.device
+        device, heads = model.device, HeadShape.of(model)
         self._model = model
         self._decode_text = decode
         self._eos = tuple(sorted(set(eos_token_ids)))
         self._max_len = max_len
         self._device = device
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        self._recompute_kv = recompute_kv
         rows = round_up(slots, TOKEN_ROWS)
         self._cache = SlotCache(
-            layers=config.num_hidden_layers,
+            layers=model.config.num_hidden_layers,
             slots=rows,
-            # Families that never share keys have no such option.
-            kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-            head_dim=head_dim,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.dim,
             limit=max_len,
             dtype=model.dtype,
             device=device,
@@ -158,7 +166,7 @@ class Engine:
         ended = [(r, _nothing_written()) for r in self._waiting if r.request_id in wanted]
         self._waiting = deque(r for r in self._waiting if r.request_id not in wanted)
         for slot in [s for s, r in self._running.items() if r.request.request_id in wanted]:
-            prompt = self._prompts.leave(self._running[slot].key, slot)
+            prompt = self._prompts.leave(slot)
             if prompt is not None:
                 self._cache.copy_prefix(slot, prompt.slots[:1], prompt.done)
             ended.append(self._release(slot, StopReason.ABORTED))
@@ -176,23 +184,42 @@ class Engine:
         self._prompts.clear()
         self._cache.clear()
 
+    def written(self, beyond: Mapping[str, int]) -> dict[str, Progress]:
+        """What running requests wrote beyond so many tokens, of those that did."""
+        found: dict[str, Progress] = {}
+        for slot, running in self._running.items():
+            name = running.request.request_id
+            begin = beyond.get(name)
+            if begin is not None and self._rows.written[slot] > begin:
+                tokens, logp = self._rows.answer(slot, begin)
+                found[name] = Progress(token_ids=tokens, logprobs=logp)
+        return found
+
     def swap_weights(self, load: Callable[[], None], version: PolicyVersion) -> None:
         """Replace the weights between two steps.
 
-        Requests that decode keep their keys and go on under ``version``. Prompts are not shared
-        with requests that start later, and those of which a part is computed start anew.
+        Prompts are not shared with requests that start later, and those of which a part is computed
+        start anew. Requests that decode keep their keys and go on under ``version``. With
+        ``recompute_kv`` their keys are computed anew before their next token: the prompt once for
+        all that share it, then what each of them wrote. While swaps come faster than that, such a
+        request gets no token.
         """
         load()
         self.version = version
-        self._prompts.forget()
+        self._prompts.clear()
+        if self._recompute_kv:
+            self._rows.suspend()
         for slot, running in self._running.items():
             running.versions.append((int(self._rows.written[slot]), version))
+            if not self._rows.decoding[slot]:
+                self._prompts.wait(running.key, running.request.prompt_ids, slot)
 
     @torch.no_grad()
     def step(self) -> Finished:
         """Admit what fits, then one pass; returns the requests that finished.
 
-        Every request that decodes gets one token. One whose prompt is complete gets its first.
+        Every request that decodes gets one token. One whose prompt is complete gets its first, one
+        whose keys were computed anew its next.
         """
         finished = self._admit()
         lengths, runs = self._arrange()
@@ -222,7 +249,7 @@ class Engine:
                 held.slots.append(slot)
             ready.append(slot)
             logits.append(held.logits)
-        return self._first_tokens(ready, torch.stack(logits)) if ready else []
+        return self._next_tokens(ready, torch.stack(logits)) if ready else []
 
     def _start(self, request: GenerateRequest, key: bytes) -> int:
         """Give ``request`` a slot."""
@@ -325,27 +352,48 @@ class Engine:
         return output_head(self._model).logits(hidden[:rows]).float()
 
     def _complete(self, chunks: list[Chunk], logits: Tensor) -> Finished:
-        """Book computed ``chunks``; requests whose prompt is complete draw their first token."""
-        ready: list[int] = []
-        sources: list[int] = []
+        """Book computed ``chunks``; requests that have all their keys draw their next token.
+
+        ``logits`` has a row for each chunk that is the last of its prompt, in their order.
+        """
         for chunk in chunks:
             self.prefill_tokens += chunk.end - chunk.begin
             if not chunk.last:
                 self._prompts.advance(chunk)
-                continue
-            row = len(set(sources))
-            slots = self._prompts.complete(chunk.key, logits[row].clone())
-            self._cache.copy_prefix(slots[0], slots[1:], chunk.end)
+        ready: list[int] = []
+        sources: list[int] = []
+        for row, chunk in enumerate(c for c in chunks if c.last):
+            slots = self._hand_out(chunk, logits[row])
             ready += slots
             sources += [row] * len(slots)
         if not ready:
             return []
-        return self._first_tokens(ready, logits[torch.tensor(sources, device=self._device)])
+        return self._next_tokens(ready, logits[torch.tensor(sources, device=self._device)])
+
+    def _hand_out(self, chunk: Chunk, logits: Tensor) -> list[int]:
+        """Give the keys up to ``chunk``, the last of its prompt, to all who wait for them.
+
+        Returns the slots that have all their keys; those that wrote more wait for the rest.
+        """
+        slots = self._prompts.complete(chunk.key)
+        self._cache.copy_prefix(slots[0], slots[1:], chunk.end)
+        own = [s for s in slots if self._running[s].key == chunk.key]
+        if own:
+            self._prompts.hold(chunk.key, own, logits.clone())
+        ready: list[int] = []
+        for slot in slots:
+            prompt = self._running[slot].request.prompt_ids
+            context = np.concatenate([prompt, self._rows.tokens(slot)])
+            if len(context) == chunk.end:
+                ready.append(slot)
+            else:
+                self._prompts.wait(context.tobytes(), context, slot, done=chunk.end)
+        return ready
 
     # Tokens
 
-    def _first_tokens(self, slots: list[int], logits: Tensor) -> Finished:
-        """Draw the first token of ``slots`` from as many rows of ``logits``."""
+    def _next_tokens(self, slots: list[int], logits: Tensor) -> Finished:
+        """Draw a token for each of ``slots`` from as many rows of ``logits``."""
         return self._sample(np.array(slots), logits, np.array(slots))
 
     def _sample(self, slots: IntArray, logits: Tensor, rows: IntArray | slice) -> Finished:

@@ -1,7 +1,10 @@
-"""Which slots hold which prompt, and which prompts are still being computed.
+"""Which slots hold which prompt, and what is still being computed.
 
 Owns both books and the order in which prompts are computed. Knows no keys and no weights: the
 engine computes the chunks that ``plan`` names and says when they are done.
+
+What is pending may also be a prompt and what an interrupted request wrote after it, whose keys are
+computed anew; here it is a prompt like any other, which nobody asks for later.
 
 A prompt that several requests share is computed once, in the slot of the first of them, the
 *owner*; the others wait and copy. Its keys stay good in any slot, of a running request or free,
@@ -52,7 +55,10 @@ class Chunk:
 
 
 class PromptBook:
-    """Every prompt is held, pending or unknown; a slot is in at most one of them."""
+    """Every prompt is held, pending or unknown; a slot holds one and waits for one at most.
+
+    It does both while it holds the prompt of an interrupted request and waits for the rest.
+    """
 
     def __init__(self) -> None:
         self._held: dict[bytes, HeldPrompt] = {}
@@ -69,9 +75,9 @@ class PromptBook:
             if not self._held[key].slots:
                 del self._held[key]
 
-    def wait(self, key: bytes, ids: IntArray, slot: int) -> None:
-        """``slot`` needs a prompt that is not held."""
-        self._pending.setdefault(key, PendingPrompt(ids=ids)).slots.append(slot)
+    def wait(self, key: bytes, ids: IntArray, slot: int, *, done: int = 0) -> None:
+        """``slot`` needs a prompt that is not held, and has the keys of ``done`` of its tokens."""
+        self._pending.setdefault(key, PendingPrompt(ids=ids, done=done)).slots.append(slot)
 
     def plan(self, budget: int) -> list[Chunk]:
         """What to compute next, in order of arrival, at most ``budget`` tokens."""
@@ -90,23 +96,26 @@ class PromptBook:
         """``chunk``, not the last of its prompt, is computed."""
         self._pending[chunk.key].done = chunk.end
 
-    def complete(self, key: bytes, logits: Tensor) -> list[int]:
+    def complete(self, key: bytes) -> list[int]:
         """The prompt is computed in its owner's slot; returns the slots that waited, owner first.
 
-        They count as holding it: the caller copies.
+        The caller copies, and says by ``hold`` who can be copied from later.
         """
-        slots = self._pending.pop(key).slots
-        self._held[key] = HeldPrompt(slots=list(slots), logits=logits)
-        return slots
+        return self._pending.pop(key).slots
 
-    def leave(self, key: bytes, slot: int) -> PendingPrompt | None:
+    def hold(self, key: bytes, slots: Sequence[int], logits: Tensor) -> None:
+        """``slots`` have the keys of a computed prompt; ``logits`` [V] follow its last token."""
+        self._held[key] = HeldPrompt(slots=list(slots), logits=logits)
+
+    def leave(self, slot: int) -> PendingPrompt | None:
         """``slot`` does not wait any more; returns the prompt if its keys must move to a new owner.
 
         The new owner is its ``slots[0]``. Without one who waits, the prompt is dropped.
         """
-        prompt = self._pending.get(key)
-        if prompt is None or slot not in prompt.slots:
+        key = next((k for k, p in self._pending.items() if slot in p.slots), None)
+        if key is None:
             return None
+        prompt = self._pending[key]
         owned = prompt.slots[0] == slot
         prompt.slots.remove(slot)
         if not prompt.slots:
@@ -114,14 +123,8 @@ class PromptBook:
             return None
         return prompt if owned else None
 
-    def forget(self) -> None:
-        """The weights changed: nothing is held, and what is pending starts anew."""
-        self._held.clear()
-        for prompt in self._pending.values():
-            prompt.done = 0
-
     def clear(self) -> None:
-        """The slots are empty and nobody waits."""
+        """No slot has keys that count, and nobody waits."""
         self._held.clear()
         self._pending.clear()
 

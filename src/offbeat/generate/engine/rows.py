@@ -79,6 +79,10 @@ class SlotRows:
         self._last[slot] = 0
         self.written[slot] = 0
 
+    def suspend(self) -> None:
+        """No slot decodes until ``append`` writes its next token."""
+        self.decoding[:] = False
+
     def renumber(self, order: IntArray) -> None:
         """Row i becomes what row ``order[i]`` was."""
         moved = np.flatnonzero(order != np.arange(len(order)))
@@ -149,10 +153,10 @@ class SlotRows:
         """What the row wrote, until the next step."""
         return self._tokens[slot, : self.written[slot]]
 
-    def answer(self, slot: int) -> tuple[IntArray, FloatArray]:
-        """Copies of what the row wrote: token ids and log-probs."""
+    def answer(self, slot: int, begin: int = 0) -> tuple[IntArray, FloatArray]:
+        """Copies of what the row wrote from token ``begin`` on: token ids and log-probs."""
         n = self.written[slot]
-        return self._tokens[slot, :n].copy(), self._logp[slot, :n].copy()
+        return self._tokens[slot, begin:n].copy(), self._logp[slot, begin:n].copy()
 
     def _reserve(self, answer: int, stop_ids: int) -> None:
         """Make room for answers and stop ids of these numbers."""

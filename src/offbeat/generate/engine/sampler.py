@@ -40,7 +40,7 @@ class SamplingRows:
     min_p: Tensor
     truncated: bool
     greedy: bool
-    scaled: bool = True
+    scaled: bool
 
 
 def _splitmix(x: Tensor) -> Tensor:

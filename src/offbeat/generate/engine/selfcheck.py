@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offbeat.algo.logprobs import chunked_logprobs
+from offbeat.generate.engine.cache import HeadShape
 from offbeat.generate.engine.engine import Engine
 from offbeat.model.attention import (
     KEY_BLOCK,
@@ -225,11 +226,9 @@ def _attention_error_at(model: PreTrainedModel, n: int) -> float:
     """The last places of a sequence of ``n`` tokens: a full block of queries against one query of
     each of four sequences, in the same key bucket and, as beside a longer sequence, in the next.
     """
-    config = model.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", heads)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    ratio, rows, steps = heads // kv_heads, min(n, KEY_BLOCK), min(n, 4)
+    shape = HeadShape.of(model)
+    kv_heads, dim = shape.kv_heads, shape.dim
+    ratio, rows, steps = shape.heads // kv_heads, min(n, KEY_BLOCK), min(n, 4)
     generator = torch.Generator().manual_seed(n)
 
     def random(*shape: int) -> Tensor:

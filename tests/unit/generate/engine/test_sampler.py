@@ -37,6 +37,7 @@ def rows(
         min_p=m,
         truncated=bool(((p < 1) | (k > 0) | (m > 0)).any()),
         greedy=bool((hot <= 0).any()),
+        scaled=True,
     )
 
 

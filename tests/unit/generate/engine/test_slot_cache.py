@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from offbeat.generate.engine.cache import SlotCache
 from offbeat.model.attention import key_bucket
@@ -21,10 +22,16 @@ def cache(limit: int, dtype: torch.dtype = torch.float32) -> SlotCache:
     )
 
 
+def store(slots: SlotCache, layer: int, slot: int, key: Tensor, value: Tensor) -> None:
+    """Write keys and values ``[n, K, D]`` at positions 0..n-1 of ``slot``."""
+    for cache, new in ((slots.keys, key), (slots.values, value)):
+        cache[layer, slot, :, : len(new)] = new.transpose(0, 1)
+
+
 def test_growth_keeps_tokens_clears_the_old_scratch_place_and_fits_a_bucket() -> None:
     slots = cache(500)
     key = torch.randn(100, 2, 4)
-    slots.store(1, 2, key, -key)
+    store(slots, 1, 2, key, -key)
     slots.keys[:, :, :, slots.scratch] = torch.nan
     slots.values[:, :, :, slots.scratch] = torch.nan
     for positions in (100, 127, 128, 200, 384, 500):
@@ -59,7 +66,8 @@ def test_in_bfloat16_the_keys_of_the_longest_answer_are_contiguous() -> None:
 def test_renumbering_moves_prefixes_and_loses_none() -> None:
     slots = cache(100)
     for slot in range(3):
-        slots.store(0, slot, torch.full((9, 2, 4), 1.0 + slot), torch.full((9, 2, 4), -1.0 - slot))
+        key = torch.full((9, 2, 4), 1.0 + slot)
+        store(slots, 0, slot, key, -key)
     slots.renumber(np.array([2, 1, 0]), 9)
     assert slots.keys[0, :, 0, 8, 0].tolist() == [3.0, 2.0, 1.0]
     assert slots.values[0, :, 1, 0, 3].tolist() == [-3.0, -2.0, -1.0]
@@ -69,7 +77,8 @@ def test_renumbering_moves_prefixes_and_loses_none() -> None:
 def test_a_copy_takes_the_prefix_of_both_and_nothing_more() -> None:
     slots = cache(100)
     for layer in range(2):
-        slots.store(layer, 0, torch.full((9, 2, 4), 1.0 + layer), torch.full((9, 2, 4), 3.0))
+        key = torch.full((9, 2, 4), 1.0 + layer)
+        store(slots, layer, 0, key, torch.full_like(key, 3.0))
     slots.copy_prefix(0, [2], 5)
     for layer in range(2):
         assert bool((slots.keys[layer, 2, :, :5] == 1.0 + layer).all())

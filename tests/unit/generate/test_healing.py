@@ -1,0 +1,168 @@
+"""A lost generator process is replaced before anybody gets a wrong or no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from healing_service import BLOCK, HOLD
+
+from offbeat.errors import WorkerError
+from offbeat.generate.healing import HealingGenerator, while_healing
+from offbeat.launch.local import LocalScheduler
+from offbeat.launch.protocols import WorkerSpec
+from offbeat.types import (
+    Completion,
+    GenerateRequest,
+    GroupId,
+    PolicyVersion,
+    SamplingParams,
+    WeightUpdate,
+)
+
+
+def request(token: int, *, seed: int = 42, name: str = "r") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        group_id=GroupId(0),
+        sibling=0,
+        turn=0,
+        prompt_ids=np.array([token], dtype=np.int64),
+        params=SamplingParams(max_new_tokens=3),
+        seed=seed,
+    )
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version=PolicyVersion(version), uri="x", nbytes=0, digest="x")
+
+
+@dataclass
+class Rig:
+    generator: HealingGenerator
+    gate: asyncio.Lock
+    folder: Path
+    losses: list[str]
+
+    async def until_seen(self) -> None:
+        while not (self.folder / "seen").exists():  # noqa: ASYNC110  # made by another process
+            await asyncio.sleep(0.01)
+
+    async def publish(self, version: int) -> float:
+        async with self.gate:
+            await self.generator.stage(update(version))
+            return await self.generator.commit(PolicyVersion(version))
+
+    def kill(self) -> None:
+        os.kill(self.generator.worker.pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def rig(folder: Path, **options: float) -> AsyncIterator[Rig]:
+    spec = WorkerSpec(
+        name="generator-0",
+        target="healing_service:open_service",
+        payload=str(folder).encode(),
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    losses: list[str] = []
+    gate = asyncio.Lock()
+    async with LocalScheduler(folder / "logs", grace=0.1) as scheduler:
+        healing = HealingGenerator(
+            await scheduler.start(spec),
+            spec,
+            scheduler,
+            gate=gate,
+            request_timeout=30.0,
+            **{"heartbeat_seconds": 30.0, "max_restarts": 2, **options},  # type: ignore[arg-type]
+            on_restart=lambda name, why: losses.append(why),
+        )
+        async with healing as generator, while_healing([generator]):
+            yield Rig(generator, gate, folder, losses)
+
+
+@pytest.mark.invariant("I13")
+async def test_a_killed_process_is_replaced_and_its_open_request_answered(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r, asyncio.TaskGroup() as group:
+        waiting = group.create_task(r.generator.generate(request(HOLD)))
+        await r.until_seen()
+        before = r.generator.worker.pid
+        r.kill()
+        answer = await waiting
+        assert answer.token_ids.tolist() == [42, 42, 42]
+        assert r.generator.restarts == len(r.losses) == 1
+        assert "killed by SIGKILL" in r.losses[0]
+        assert r.generator.worker.pid != before
+
+
+@pytest.mark.invariant("I06")
+async def test_a_new_process_has_the_live_weights_before_its_first_token(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        assert await r.publish(1) == 0.25
+        assert await r.publish(2) == 0.25
+        r.kill()
+        answer = await r.generator.generate(request(1))
+        assert answer.versions.tolist() == [2, 2, 2]
+
+
+async def test_a_process_lost_while_weights_are_published_gets_the_new_ones(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as r:
+        await r.publish(1)
+        (tmp_path / "die-at-commit").touch()
+        assert await r.publish(2) == 0.0
+        answer: Completion = await r.generator.generate(request(1))
+        assert answer.versions.tolist() == [2, 2, 2]
+        assert await r.publish(3) == 0.25
+
+
+async def test_a_new_process_reads_no_weights_while_others_are_being_written(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as r:
+        await r.publish(1)
+        async with r.gate:
+            r.kill()
+            await r.generator.stage(update(2))  # the old process is dead, or about to be found dead
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await r.generator.generate(request(1))
+            await r.generator.commit(PolicyVersion(2))
+        answer = await r.generator.generate(request(1))
+        assert answer.versions.tolist() == [2, 2, 2]
+
+
+@pytest.mark.invariant("I13")
+async def test_a_stopped_process_misses_its_heartbeat_and_is_replaced(tmp_path: Path) -> None:
+    async with rig(tmp_path, heartbeat_seconds=0.4) as r:
+        answer = await r.generator.generate(request(BLOCK))
+        assert answer.token_ids.tolist() == [42, 42, 42]
+        assert r.losses == ["generator-0 has not answered for 0.4 s"]
+
+
+async def test_a_process_that_dies_while_it_starts_counts_as_another_loss(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        (tmp_path / "born-dead").touch()
+        r.kill()
+        assert (await r.generator.generate(request(1))).token_ids.tolist() == [42, 42, 42]
+        assert r.generator.restarts == 2
+
+
+async def test_too_many_losses_end_the_run_with_the_last_reason(tmp_path: Path) -> None:
+    async def lose_two() -> None:
+        async with rig(tmp_path, max_restarts=1) as r:
+            for _ in range(2):
+                r.kill()
+                await r.generator.generate(request(1))
+
+    with pytest.raises(WorkerError, match="killed by SIGKILL") as caught:
+        await lose_two()
+    assert "restarted 1 times already (generator.max_restarts)" in str(caught.value)
