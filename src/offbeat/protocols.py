@@ -6,7 +6,7 @@ dictionary beside the code that chooses them. Nothing here runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from offbeat.types import (
@@ -15,10 +15,12 @@ from offbeat.types import (
     GenerateRequest,
     GeneratorStats,
     PolicyVersion,
+    Progress,
     Prompt,
     Rollout,
     SamplingParams,
     StepReport,
+    TrainerState,
     WeightUpdate,
 )
 
@@ -37,6 +39,14 @@ class Generator(Protocol):
         Raises:
             PromptTooLong: the prompt does not fit the context.
             GenerationError: the request could not be served.
+        """
+
+    async def stream(
+        self, request: GenerateRequest, wrote: Callable[[Progress], None]
+    ) -> Completion:
+        """``generate`` that calls ``wrote`` with what has been written, until the answer ends.
+
+        ``request_id`` must not have been used for a streamed request before.
         """
 
     async def stage(self, update: WeightUpdate) -> None:
@@ -83,6 +93,9 @@ class Trainer(Protocol):
     async def publish(self) -> WeightUpdate:
         """Write the current weights to shared memory and return where, with version and digest."""
 
+    async def snapshot(self) -> TrainerState:
+        """Copy all that training needs to go on from here; the copy before is overwritten."""
+
 
 class EpisodeEngine(Protocol):
     """What a workflow sees: generation and tokens, already bound to one group of the run."""
@@ -125,3 +138,16 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, JsonValue]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Tracker(Protocol):
+    """The record of one run in an experiment tracker, begun when the object is made.
+
+    Lives in a process of its own; whatever it raises is reported once and ends the record only.
+    """
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one step; values may be NaN or infinite."""
+
+    def finish(self, status: str, error: str | None) -> None:
+        """Close the record: a value of ``RunStatus``, and the message of a failed run."""

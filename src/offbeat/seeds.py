@@ -16,4 +16,4 @@ def derive(seed: int, *names: str | int) -> int:
     the unit separator (U+001F), which stands between names.
     """
     label = "\x1f".join([str(seed), *(f"{type(n).__name__}:{n}" for n in names)])
-    return int(xxhash.xxh3_64_intdigest(label.encode()))
+    return int(xxhash.xxh3_64_intdigest(label.encode("utf-8", "surrogatepass")))

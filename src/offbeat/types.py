@@ -105,6 +105,7 @@ class GenerateRequest:
     ``seed`` (64 bits) names the request's random stream: the token at answer position i depends on
     (seed, i, logits) only, never on which other requests run beside it. ``group_id`` and ``turn``
     tell the engine which requests share their prompt; evaluation requests carry ``group_id`` -1.
+    ``stream``: what is written is handed out as it is written, as ``Progress``.
     """
 
     request_id: str
@@ -114,6 +115,18 @@ class GenerateRequest:
     prompt_ids: IntArray
     params: SamplingParams
     seed: int
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a streamed request wrote since its last ``Progress``: arrays of equal length.
+
+    What is written when the answer ends comes with its ``Completion`` only, which has all of it.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +204,11 @@ class Rollout:
         if not self.turns:
             raise ValueError("a Rollout needs at least one turn")
 
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that the policy wrote, over all turns."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
@@ -246,6 +264,33 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the bits of a computation depend on beside its inputs: torch and how it was built, CPU
+    threads, and the processor with its instruction sets.
+    """
+
+    torch: str
+    build: str
+    threads: int
+    processor: str
+    cpu_flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """All of a trainer's state at one version, ready to be read.
+
+    ``tensors`` is a safetensors file like that of a ``WeightUpdate``, with optimizer moments and
+    random state beside the weights; it stays as it is until the next one is asked for.
+    ``optimizer_steps`` were taken so far: the place in the learning-rate schedule.
+    """
+
+    tensors: WeightUpdate
+    optimizer_steps: int
+    environment: Environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
     """Bytes at a path that another process of this machine can open, with their xxh3-128 digest."""
 
@@ -260,7 +305,8 @@ class StepReport:
 
     ``metrics`` maps declared metric names to values already reduced over the whole batch; times in
     them are seconds, log-ratios nats. ``started`` and ``ended`` are CLOCK_MONOTONIC seconds of the
-    trainer process (comparable on one machine).
+    trainer process (comparable on one machine). ``advantages`` has one for each sample, in the
+    order of the samples: the mean over its policy tokens; empty when they are not reported.
     """
 
     version: PolicyVersion
@@ -269,6 +315,7 @@ class StepReport:
     started: float
     ended: float
     metrics: Mapping[str, float]
+    advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

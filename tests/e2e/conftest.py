@@ -19,6 +19,8 @@ import yaml
 
 from offbeat.model.init import init_model
 
+sys.path.append(str(Path(__file__).parent))  # for what the tests of this folder share
+
 TASK = '''
 import os
 import time

@@ -19,6 +19,8 @@ SOON = 10.0
 
 IMPATIENT = "rollout.max_consecutive_failures=3"
 
+ONE_LIFE = "generator.max_restarts=0"
+
 
 def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir() if "offbeat" in entry.name}
@@ -183,7 +185,7 @@ def test_empty_answers_are_scored_and_trained_on_like_any_other(lab: Any) -> Non
 @pytest.mark.invariant("I13")
 @pytest.mark.parametrize("victim", ["generator-0", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_worker_killed_during_generation_ends_the_run_and_is_named(lab: Any, victim: str) -> None:
-    run = lab.at("generation")
+    run = lab.at("generation", ONE_LIFE)
     os.kill(run.worker(victim), signal.SIGKILL)
     check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
     assert lab.groups("trained") == 0
@@ -195,7 +197,7 @@ def test_a_worker_killed_during_generation_ends_the_run_and_is_named(lab: Any, v
 def test_a_worker_killed_while_a_reward_is_computed_ends_the_run_and_is_named(
     lab: Any, victim: str
 ) -> None:
-    run = lab.at("reward", "rollout.reward_timeout_seconds=60")
+    run = lab.at("reward", "rollout.reward_timeout_seconds=60", ONE_LIFE)
     os.kill(run.worker(victim), signal.SIGKILL)
     check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
 
@@ -204,7 +206,7 @@ def test_a_worker_killed_while_a_reward_is_computed_ends_the_run_and_is_named(
 @pytest.mark.invariant("I13")
 @pytest.mark.parametrize("victim", ["generator-0", "trainer"])
 def test_a_worker_killed_during_an_update_ends_the_run_and_is_named(lab: Any, victim: str) -> None:
-    run = lab.at("update")
+    run = lab.at("update", ONE_LIFE)
     os.kill(run.worker(victim), signal.SIGKILL)
     check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
 
@@ -262,7 +264,7 @@ def test_a_killed_controller_leaves_no_process_and_no_shared_memory(lab: Any, st
     assert shared_memory() <= before
     shown = lab.start("show", "latest")
     assert shown.end() == 0, shown.output
-    assert "still running, or killed" in shown.output
+    assert "killed (its process is gone" in shown.output
 
 
 # Disks
@@ -333,7 +335,7 @@ def test_of_two_runs_under_one_name_one_is_refused_and_the_other_goes_on(lab: An
 @pytest.mark.slow
 def test_killing_one_run_does_not_end_another(lab: Any) -> None:
     second = lab.train("trial_name=two")
-    first = lab.at("generation", "trial_name=one")
+    first = lab.at("generation", "trial_name=one", ONE_LIFE)
     began = time.monotonic()
     os.kill(first.worker("generator-0"), signal.SIGKILL)
     assert first.end(within=SOON) == 1

@@ -29,7 +29,7 @@ SEED = Path(__file__).parents[3] / "shared" / "reference" / "seed-areal-sync-asy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """``marker`` occurs in this example of the document only; ``own`` says the same in our words."""
+    """``marker`` occurs in this example of the document only; ``own`` is our own wording."""
 
     language: str
     marker: str
@@ -153,7 +153,7 @@ REQUIRED = {
     "trial_name": "run",
     "total_train_steps": 3,
     "model": {"path": "model"},
-    "train_dataset": {"path": "task:rows", "batch_size": 2},
+    "train_dataset": {"path": "task:rows", "batch_size": 4},
     "rollout": {"reward_fn": "task:reward"},
     "gconfig": {"n_samples": 2, "max_new_tokens": 4},
 }

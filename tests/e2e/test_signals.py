@@ -1,7 +1,8 @@
-"""Ctrl-C, at any moment: out within seconds, a summary that says so, nothing left behind."""
+"""Ctrl-C and SIGTERM, at any moment: out within seconds, a summary that says so, nothing left."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ STAGES = [
 ]
 
 
-def check_interrupted(lab: Any, run: Any, code: int) -> None:
-    assert code == 130, run.output
+def check_interrupted(lab: Any, run: Any, code: int, expected: int = 130) -> None:
+    assert code == expected, run.output
     assert "interrupted" in run.output
     assert "Traceback" not in run.output
     assert "never retrieved" not in run.output
@@ -31,6 +32,10 @@ def check_interrupted(lab: Any, run: Any, code: int) -> None:
     assert groups["admitted"] == groups["trained"] + sum(groups["dropped"].values())
 
 
+def ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.mark.invariant("I13")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_ends_the_run_within_seconds_and_leaves_nothing(lab: Any, stage: str) -> None:
@@ -38,6 +43,27 @@ def test_ctrl_c_ends_the_run_within_seconds_and_leaves_nothing(lab: Any, stage: 
     run.interrupt()
     run.proceed()
     check_interrupted(lab, run, run.end(within=SOON))
+
+
+@pytest.mark.invariant("I13")
+@pytest.mark.parametrize("stage", STAGES)
+def test_sigterm_ends_the_run_as_ctrl_c_does_with_a_code_of_its_own(lab: Any, stage: str) -> None:
+    run = lab.at(stage)
+    os.kill(run.pid, signal.SIGTERM)
+    run.proceed()
+    check_interrupted(lab, run, run.end(within=SOON), 143)
+    assert "interrupted by SIGTERM" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I13")
+def test_sigterm_ends_a_run_that_a_shell_script_started_in_the_background(lab: Any) -> None:
+    # Such a shell lets its background jobs ignore Ctrl-C, and ``kill`` must work all the same.
+    run = lab.train("rollout.reward_fn=task:hanging", preexec_fn=ignore_ctrl_c)
+    run.until_file("hanging")
+    run.interrupt()
+    os.kill(run.pid, signal.SIGTERM)
+    check_interrupted(lab, run, run.end(within=SOON), 143)
 
 
 @pytest.mark.slow

@@ -105,7 +105,22 @@ def test_help_answers_at_once() -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["train", "eval", "show", "config", "config show", "model", "model init", "model import"],
+    [
+        "train",
+        "eval",
+        "runs",
+        "show",
+        "timeline",
+        "generate",
+        "chat",
+        "serve",
+        "chaos",
+        "config",
+        "config show",
+        "model",
+        "model init",
+        "model import",
+    ],
 )
 def test_every_command_explains_itself(offbeat_in: Offbeat, verb: str) -> None:
     for option in ("--help", "-h"):
@@ -119,7 +134,13 @@ def test_no_command_is_missing_from_the_test_above() -> None:
     assert [c.name or c.callback.__name__ for c in app.registered_commands] == [
         "train",
         "eval",
+        "runs",
         "show",
+        "timeline",
+        "generate",
+        "chat",
+        "serve",
+        "chaos",
     ]
     assert [g.name for g in app.registered_groups] == ["config", "model"]
     for group, verbs in (("config", ["show"]), ("model", ["init", "import"])):
@@ -190,11 +211,13 @@ def test_debug_shows_the_traceback_wherever_it_stands_and_keeps_the_code(
     assert done.stderr.rstrip().split("\n")[-1].startswith("error: absent.yaml: cannot read")
 
 
-def test_a_folder_that_cannot_be_written_fails_the_run_with_code_1(offbeat_in: Offbeat) -> None:
-    done = offbeat_in("train", "config.yaml", "fileroot=task.py/runs")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: creating the run directory task.py/runs/cli/run: ")
-    assert "Traceback" not in done.stderr
+def test_a_folder_that_cannot_be_made_is_found_before_the_run_starts(offbeat_in: Offbeat) -> None:
+    for option in ((), ("--dry-run",)):
+        done = offbeat_in("train", "config.yaml", *option, "fileroot=task.py/runs")
+        assert done.returncode == 2
+        said = "error: fileroot: the run folder task.py/runs/cli/run cannot be made: task.py is a"
+        assert done.stderr.startswith(said)
+        assert done.stdout == ""
 
 
 def test_a_reader_that_goes_away_is_no_traceback(offbeat_in: Offbeat, tmp_path: Path) -> None:
@@ -243,17 +266,13 @@ def test_what_config_show_prints_is_the_configuration(offbeat_in: Offbeat, tmp_p
         assert yaml.safe_load(text) == plain or text == str(plain), key
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_can_be_loaded(recipe: Path) -> None:
-    cfg = load(recipe)
+def test_every_shipped_recipe_can_be_loaded_in_both_modes(recipe: Path, mode: str) -> None:
+    cfg = load(recipe, [f"mode={mode}"])
+    assert (cfg.rollout.max_staleness > 0) is (mode == "async")
     assert cfg.experiment_name != RunConfig.__dataclass_fields__["experiment_name"].default
     assert cfg.plugin_dir == recipe.parent
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_first_recipe_runs_on_and_off_the_beat(mode: str) -> None:
-    cfg = load(ROOT / "recipes" / "reverse.yaml", [f"mode={mode}"])
-    assert (cfg.rollout.max_staleness > 0) is (mode == "async")
 
 
 def test_there_are_recipes() -> None:
@@ -319,9 +338,10 @@ def test_a_dry_run_shows_the_error_of_the_reward_function_itself(
 ) -> None:
     before = files_in(tmp_path)
     done = offbeat_in("train", "config.yaml", "--dry-run", "rollout.reward_fn=task:broken")
-    assert done.returncode == 1
-    assert "KeyError: 'no such answer'" in done.stderr
-    assert 'raise KeyError("no such answer")' in done.stderr
+    assert done.returncode == 2
+    line = TASK.splitlines().index('    raise KeyError("no such answer")') + 1
+    assert f"KeyError: 'no such answer' ({tmp_path / 'task.py'}:{line})" in done.stderr
+    assert "Traceback" not in done.stderr
     assert files_in(tmp_path) == before
 
 
@@ -397,8 +417,9 @@ def test_a_run_trains_shows_its_samples_and_evaluates(offbeat_in: Offbeat, tmp_p
     scored = offbeat_in("eval", "config.yaml", validation, "--checkpoint", checkpoint, "--json")
     assert scored.returncode == 0, scored.stderr
     result = json.loads(scored.stdout)
-    assert (result["eval/prompts"], result["eval/skipped"]) == (3, 0)
-    assert result["eval/valid_fraction"] == 1.0
+    found = result["datasets"]["valid_dataset"]
+    assert (found["prompts"], found["skipped_prompts"]) == (3, 0)
+    assert (found["valid_rewards"], found["invalid_rewards"]) == (3, 0)
     assert files_in(tmp_path) == before
 
 

@@ -7,7 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -16,7 +18,7 @@ import offbeat
 from offbeat.cli import INTERRUPTED, app
 from offbeat.config import RunConfig, RunMode, load
 from offbeat.config.presets import MODE_PRESETS
-from offbeat.config.schema import paths
+from offbeat.config.schema import Section, paths, section_of, specs
 from offbeat.observe.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +31,21 @@ README = (ROOT / "README.md").read_text("utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED_BLOCK = re.compile(r"^`([\w.]+)` [^`]*?:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED_BLOCK = re.compile(
+    r"^`([\w./-]+\.[a-z]+)`(?:(?!\n\n).)*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+MIGRATION = "docs/migrating-"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
+
+
+def section_at(key: str) -> type[Section] | None:
+    """The section that a dotted key of the configuration holds; None for a key with a value."""
+    cls: type[Section] | None = RunConfig
+    for name in key.split("."):
+        assert cls is not None
+        cls = section_of(next(spec.hint for spec in specs(cls) if spec.name == name))
+    return cls
 
 
 def prose(path: Path) -> str:
@@ -92,12 +106,13 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module_and_recipe_named_exists(name: str) -> None:
+    shown = {word for word, _ in NAMED_BLOCK.findall((ROOT / name).read_text("utf-8"))}
     for word in CODE.findall(prose(ROOT / name)):
         if re.fullmatch(r"(?:[\w.]+/)*[\w.]+\.(?:py|yaml|md)|(?:[\w.]+/)+", word):
             made = word.split("/")[0] in ("runs", "models", "rollouts", "checkpoints", "logs")
             of_a_run = word in ("config.yaml", "sums.yaml", "sums.py", "utils.py")
             found = any((base / word).exists() for base in (ROOT, PACKAGE))
-            assert found or made or of_a_run, f"{name} names {word}"
+            assert found or made or of_a_run or word in shown, f"{name} names {word}"
 
 
 def test_every_folder_of_the_map_exists_and_every_room_is_on_it() -> None:
@@ -140,6 +155,58 @@ def test_changelog_knows_the_version_of_the_package() -> None:
     assert f"## [{offbeat.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
+def test_every_message_that_troubleshooting_lists_can_be_given() -> None:
+    code_of_all = "".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", code_of_all)  # strings that continue on the next line
+    listed = table((ROOT / "docs/troubleshooting.md").read_text("utf-8"), "the message has")
+    for message, _ in listed:
+        assert all(part in said for part in message.strip("`").split(" …")), message
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of docs/ as HTML; a warning fails it: a page nobody links to, a dead anchor, …"""
+    out = tmp_path_factory.mktemp("site")
+    builder = ("-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "--fresh-env")
+    done = subprocess.run(
+        [sys.executable, *builder, "-d", out / "trees", ROOT / "docs", out / "html"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return out / "html"
+
+
+def test_site_has_every_page(site: Path) -> None:
+    pages = {p.relative_to(ROOT / "docs").with_suffix(".html") for p in ROOT.glob("docs/**/*.md")}
+    assert {page for page in pages if not (site / page).is_file()} == set()
+
+
+def test_configuration_reference_has_every_key(site: Path) -> None:
+    html = (site / "configuration.html").read_text("utf-8")
+    leaves = {key for key in paths(RunConfig) if section_at(key) is None}
+    assert {key for key in leaves if f'id="confval-{key}"' not in html} == set()
+
+
+def test_command_reference_has_every_command_and_option(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "commands.html").read_text("utf-8"))
+    for verb, command in commands():
+        assert f"offbeat {verb}" in text
+        options = {name for p in command.params for name in p.opts if name.startswith("--")}
+        assert {name for name in options if name not in text} == set(), verb
+
+
+def test_links_out_of_the_folder_are_names_in_the_site(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert "../tests" not in page.read_text("utf-8"), page.name
+    assert "tests/unit/test_imports.py" in (site / "architecture.html").read_text("utf-8")
+
+
 # Keys and metrics
 
 
@@ -147,7 +214,11 @@ def test_changelog_knows_the_version_of_the_package() -> None:
 def test_every_configuration_key_named_exists(name: str) -> None:
     known = set(paths(RunConfig))
     sections = {path.partition(".")[0] for path in known if "." in path}
-    for word in CODE.findall(prose(ROOT / name)):
+    # The first column of the migration tables has another project's keys.
+    text = re.sub(
+        r"^\|[^|]*", "", prose(ROOT / name), flags=re.MULTILINE if MIGRATION in name else 0
+    )
+    for word in CODE.findall(text):
         for key in re.findall(r"(?<![\w/.])([a-z_]+\.[a-z_.]+)(?=[:=\s]|$)", word):
             module = key.endswith((".py", ".yaml", ".json", ".jsonl", ".db"))
             if key.partition(".")[0] in sections and not module:
@@ -189,14 +260,19 @@ def parse(line: str) -> str:
     return " ".join(verb)
 
 
+def commands() -> Iterator[tuple[str, Any]]:
+    """Each command with the words that call it."""
+    root: Any = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield name, command
+        else:
+            yield from ((f"{name} {word}", leaf) for word, leaf in below.items())
+
+
 def verbs() -> set[str]:
-    command = typer.main.get_command(app)
-    assert hasattr(command, "commands")
-    return {
-        f"{name} {below}".strip()
-        for name, group in command.commands.items()
-        for below in getattr(group, "commands", [""])
-    }
+    return {verb for verb, _ in commands()}
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "offbeat"
 
 ROWS = {
     **dict.fromkeys(("errors", "types", "protocols", "seeds", "config"), 0),
-    **dict.fromkeys(("algo", "data", "observe", "weights", "launch", "model"), 1),
+    **dict.fromkeys(("algo", "data", "observe", "weights", "launch", "model", "rewards"), 1),
     **dict.fromkeys(("rollout", "generate", "train", "checkpoint"), 2),
     "pipeline": 3,
     **dict.fromkeys(("cli", "__main__", "compat"), 4),
@@ -33,15 +33,21 @@ LATE_ROOMS = ("cli", "__main__", "launch")
 """Where a function may import: the commands, and the processes that are started."""
 
 LATE = {
+    ("data/files.py", "pyarrow"): "loads for a third of a second; only Parquet files need it",
     ("config/loading.py", "offbeat"): "OmegaConf and PyYAML take longer than all else of --help",
     ("model/gguf.py", "torch"): "model init and import run in the process of the command line",
     ("model/gguf.py", "transformers"): "as above",
-    ("model/init.py", "torch"): "as above",
+    ("model/hub.py", "huggingface_hub"): "loads for a third of a second; few commands need it",
+    ("model/init.py", "torch"): "model init runs in the process of the command line",
     ("model/init.py", "transformers"): "as above",
     ("model/init.py", "safetensors"): "safetensors.torch loads torch",
     ("model/init.py", "tokenizers"): "as above; needed only when a model is made",
     ("model/load.py", "transformers"): "loads for seconds; attention is used without it in tests",
+    ("observe/picture.py", "matplotlib"): "an extra; needed only for --png",
     ("observe/rollouts.py", "pyarrow"): "loads for a third of a second; show needs it for samples",
+    ("observe/trackers/kinds.py", "offbeat"): "each imports its tracker, in its own process",
+    ("observe/trackers/trackio.py", "trackio"): "reads its environment while it is imported",
+    ("rewards/symbolic.py", "math_verify"): "an extra, and sympy loads for seconds",
     ("train/optim.py", "transformers"): "loads for seconds; a constant rate needs none of it",
 }
 """Imports inside a function outside of those rooms: file and package, with the reason."""

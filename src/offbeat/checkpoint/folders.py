@@ -6,6 +6,7 @@ after everything in it was flushed. A directory has one writer at a time.
 
     .step-000010.tmp-<pid>   being written, or being removed
     .step-000010.old-<pid>   a superseded attempt, for the instant between two renames
+    step-000010.attempt-1    set aside: a resumed run began before it
 """
 
 from __future__ import annotations
@@ -107,9 +108,18 @@ def latest(directory: Path) -> Path | None:
 
     What ``latest`` names is not verified here: its reader does that, and says what is wrong.
     """
+    linked = _linked(directory)
+    return _newest_good(directory) if linked is None else linked
+
+
+def _linked(directory: Path) -> Path | None:
     link = directory / LATEST
     if link.is_symlink() and link.is_dir():
         return directory / link.readlink().name
+    return None
+
+
+def _newest_good(directory: Path) -> Path | None:
     return next((folder for folder in step_folders(directory) if is_good(folder)), None)
 
 
@@ -122,17 +132,45 @@ def prune(directory: Path, keep_last: int | None) -> list[Path]:
         return []
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
-    folders = step_folders(directory)
-    surplus = folders[keep_last:]
+    surplus = step_folders(directory)[keep_last:]
     if not surplus:
         return []
-    kept = {latest(directory), next((f for f in folders if is_good(f)), None)}
+    kept = {_linked(directory), _newest_good(directory)}
     removed = [folder for folder in surplus if folder not in kept]
     for folder in removed:
         aside = _hidden(folder, "tmp")
         folder.rename(aside)  # so that a kill in the middle leaves no visible half folder
         shutil.rmtree(aside)
     return removed
+
+
+def set_aside(directory: Path, *, after_step: int, attempt: int) -> list[Path]:
+    """Rename the folders of later steps, which belong to ``attempt``, the one that ends.
+
+    ``latest`` names the newest good folder that is left, or is gone. For whoever is the directory's
+    writer now. Running it again after a crash in the middle finishes the work.
+
+    Returns:
+        The new names.
+    """
+    moved = []
+    for folder in step_folders(directory):
+        if _step_of(folder) <= after_step:
+            continue
+        aside = folder.with_name(f"{folder.name}.attempt-{attempt}")
+        shutil.rmtree(aside, ignore_errors=True)
+        moved.append(folder.rename(aside))
+    link = directory / LATEST
+    if link.is_symlink() and not link.exists():
+        link.unlink()
+        left = _newest_good(directory)
+        if left is not None:
+            point_latest(left)
+    return moved
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def sweep(directory: Path) -> None:

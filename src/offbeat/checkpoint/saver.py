@@ -1,60 +1,41 @@
-"""When to save, and the controller's side of saving.
+"""When to save, and model folders saved through a background process.
 
-Owns the cadence (``SaveSchedule``, a state machine without clocks) and one background writer
-process (``Saver``). Knows no torch and no weights: it passes on where they lie. Both modes run the
-same function in the same process, so their folders are equal byte for byte; they differ in what
-``save`` waits for.
+Owns the cadence (``SaveSchedule``, a state machine without clocks) and what is asked of the writer
+(``Saver``). Knows no torch and no weights: it passes on where they lie. Both modes run the same
+function in the same process, so their folders are equal byte for byte; they differ in what ``save``
+waits for.
 
     sync    save() ──► job ──────────────────────────────► Done           blocked: all of it
     async   save() ──► job ──► Copied   … training goes on … Done         blocked: the copy
-                                        next save() or close() waits here and raises what went wrong
-
-At most one save is in flight; nobody has to poll for its end.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import logging
-import os
-import signal
-import sys
-import time
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
+from offbeat.checkpoint.background import (
+    DEADLINE_SECONDS,
+    BackgroundWriter,
+    SaveMode,
+    SaveReport,
+)
 from offbeat.checkpoint.folders import step_folder
-from offbeat.checkpoint.manifest import SaveManifest
-from offbeat.checkpoint.writer import Copied, Done, Failed, Reply, SaveJob
-from offbeat.errors import CheckpointError, boundary, by_name
+from offbeat.checkpoint.manifest import SaveManifest, is_good
+from offbeat.checkpoint.writer import SaveJob
 from offbeat.types import WeightUpdate
 
-log = logging.getLogger(__name__)
 
-_WRITER_MODULE = "offbeat.checkpoint.writer"
-_BACKGROUND_NICE = 10
-_EXIT_SECONDS = 5.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleState:
+    """Where a schedule stands: the step and epoch it was last asked about, and how many seconds ago
+    its timer fired.
+    """
 
-
-class SaveMode(StrEnum):
-    """What ``Saver.save`` waits for; ``AUTO`` is async where weights can be read through /proc."""
-
-    SYNC = "sync"
-    ASYNC = "async"
-    AUTO = "auto"
-
-    def resolve(self) -> SaveMode:
-        """This mode with ``AUTO`` decided for this platform."""
-        if self is not SaveMode.AUTO:
-            return self
-        shared = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
-        return SaveMode.ASYNC if shared else SaveMode.SYNC
+    step: int = 0
+    epoch: int = 0
+    elapsed_seconds: float = 0.0
 
 
 class SaveSchedule:
@@ -67,7 +48,8 @@ class SaveSchedule:
     Args:
         freq_steps, freq_epochs: completed steps and epochs.
         freq_secs: seconds of the caller's clock.
-        step, epoch, now: where the run starts or resumes.
+        now: the caller's clock.
+        since: where the run starts or resumes.
     """
 
     def __init__(
@@ -76,9 +58,8 @@ class SaveSchedule:
         freq_steps: int | None = None,
         freq_epochs: int | None = None,
         freq_secs: float | None = None,
-        step: int = 0,
-        epoch: int = 0,
         now: float,
+        since: ScheduleState | None = None,
     ) -> None:
         given = {"freq_steps": freq_steps, "freq_epochs": freq_epochs, "freq_secs": freq_secs}
         for name, value in given.items():
@@ -87,12 +68,20 @@ class SaveSchedule:
         self._freq_steps = freq_steps or 0
         self._freq_epochs = freq_epochs or 0
         self._freq_secs = freq_secs or 0.0
-        self._step, self._epoch, self._fired = step, epoch, now
+        since = since or ScheduleState()
+        self._step, self._epoch = since.step, since.epoch
+        self._fired = now - since.elapsed_seconds
 
     @property
     def is_off(self) -> bool:
         """Whether no frequency is set, so that nothing is ever due."""
         return not (self._freq_steps or self._freq_epochs or self._freq_secs)
+
+    def state(self, now: float) -> ScheduleState:
+        """Where it stands, for a schedule that goes on from here."""
+        return ScheduleState(
+            step=self._step, epoch=self._epoch, elapsed_seconds=max(0.0, now - self._fired)
+        )
 
     def due(self, step: int, epoch: int, now: float) -> bool:
         """Whether to save now; asking moves the timers that fire."""
@@ -109,97 +98,6 @@ def _passed(freq: int, before: int, after: int) -> bool:
     return freq > 0 and after // freq > before // freq
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """One finished save.
-
-    ``blocked_seconds`` were spent in ``save``, waiting for the one before included;
-    ``background_seconds`` are the writer's, from the job's arrival to the folder in place.
-    """
-
-    step: int
-    path: Path
-    mode: SaveMode
-    nbytes: int
-    blocked_seconds: float
-    background_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    step: int
-    path: Path
-    blocked_seconds: float = 0.0
-
-
-class _WriterProcess:
-    """The child and its two pipes. ``mourned``: its death was already raised."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._jobs, self._replies = process.stdin, process.stdout
-        self.mourned = False
-
-    @classmethod
-    async def start(cls, nice: int) -> _WriterProcess:
-        # -P: the working folder's files must not shadow modules of the standard library.
-        argv = [sys.executable, "-P", "-m", _WRITER_MODULE, str(os.getpid()), str(nice)]
-        pipe = asyncio.subprocess.PIPE
-        with boundary(CheckpointError, "start the checkpoint writer process"):
-            process = await asyncio.create_subprocess_exec(
-                *argv, stdin=pipe, stdout=pipe, start_new_session=True
-            )
-        return cls(process)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_dead(self) -> bool:
-        return self._process.returncode is not None
-
-    async def send(self, job: SaveJob) -> None:
-        # A broken pipe is not an error here: the reply that never comes tells more.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._jobs.write(msgspec.json.encode(job) + b"\n")
-            await self._jobs.drain()
-
-    async def reply(self) -> Reply:
-        line = await self._replies.readline()
-        if not line.endswith(b"\n"):
-            raise await self.death()
-        return msgspec.json.decode(line, type=Reply)
-
-    async def death(self) -> CheckpointError:
-        """Bury it; the error names its exit code (negative: the signal)."""
-        self.mourned = True
-        code = await self.kill() if self._process.returncode is None else self._process.returncode
-        return CheckpointError(
-            f"the checkpoint writer process {self.pid} died with exit code {code}"
-        )
-
-    async def kill(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._jobs.close()
-        return await self._process.wait()
-
-    async def stop(self) -> int:
-        """Ask it to end by closing its stdin, kill it after a grace period; its exit code."""
-        try:
-            async with asyncio.timeout(_EXIT_SECONDS):
-                self._jobs.close()
-                return await self._process.wait()
-        except TimeoutError:
-            return await self.kill()
-        finally:
-            if self._process.returncode is None:
-                await self.kill()
-
-
 class Saver:
     """Writes ``step-NNNNNN`` folders through one background process; an async context manager.
 
@@ -212,21 +110,17 @@ class Saver:
     def __init__(
         self,
         *,
-        writer: _WriterProcess,
+        writer: BackgroundWriter,
         mode: SaveMode,
         checkpoints_dir: Path,
         template_dir: Path,
         keep_last: int | None,
-        deadline_seconds: float,
     ) -> None:
         self._writer = writer
         self._mode = mode
         self._checkpoints_dir = checkpoints_dir.absolute()
         self._template_dir = template_dir.absolute()
         self._keep_last = keep_last
-        self._deadline = deadline_seconds
-        self._in_flight: _InFlight | None = None
-        self._reports: list[SaveReport] = []
 
     @classmethod
     async def open(
@@ -236,7 +130,7 @@ class Saver:
         checkpoints_dir: Path,
         template_dir: Path,
         keep_last: int | None = None,
-        deadline_seconds: float = 600.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> Saver:
         """Start the writer, from the main thread: a child dies with the thread that started it.
 
@@ -245,13 +139,14 @@ class Saver:
             deadline_seconds: bound of every wait for the writer.
         """
         mode = mode.resolve()
+        writer = BackgroundWriter(mode=mode, deadline_seconds=deadline_seconds)
+        await writer.start()
         return cls(
-            writer=await _WriterProcess.start(_nice(mode)),
+            writer=writer,
             mode=mode,
             checkpoints_dir=checkpoints_dir,
             template_dir=template_dir,
             keep_last=keep_last or None,
-            deadline_seconds=deadline_seconds,
         )
 
     @property
@@ -262,7 +157,17 @@ class Saver:
     @property
     def writer_pid(self) -> int:
         """Process id of the background writer."""
+        assert self._writer.pid is not None
         return self._writer.pid
+
+    @property
+    def restarts(self) -> int:
+        """How many writers were started after the first one."""
+        return self._writer.restarts
+
+    def holds(self, step: int) -> bool:
+        """Whether the folder of ``step`` is there and as it was saved; reads all of it."""
+        return is_good(step_folder(self._checkpoints_dir, step))
 
     async def save(self, update: WeightUpdate, *, step: int, config_digest: str = "") -> None:
         """Save ``update`` as the weights of ``step``; its buffer is free again when this returns.
@@ -272,42 +177,22 @@ class Saver:
         Raises:
             CheckpointError: names the step, the path and what went wrong.
         """
-        started = time.monotonic()
-        await self.wait()
-        writer = await self._living_writer()
         path = step_folder(self._checkpoints_dir, step)
-        flight = self._in_flight = _InFlight(step=step, path=path)
-        await writer.send(self._job(update, step, path, config_digest))
-        reply = await self._reply(flight)
-        flight = dataclasses.replace(flight, blocked_seconds=time.monotonic() - started)
-        if isinstance(reply, Copied):
-            self._in_flight = flight
-        else:
-            self._finish(flight, reply)
+        await self._writer.submit(
+            self._job(update, step, path, config_digest), step=step, path=path
+        )
 
     async def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its CheckpointError, once."""
-        while (flight := self._in_flight) is not None:
-            reply = await self._reply(flight)
-            if not isinstance(reply, Copied):  # comes here after a save that was canceled
-                self._finish(flight, reply)
+        await self._writer.wait()
 
     def take_reports(self) -> tuple[SaveReport, ...]:
-        """Reports of the saves known to be finished since the last call.
-
-        An async save is known to be finished after the next ``save``, ``wait`` or ``close``.
-        """
-        reports, self._reports = tuple(self._reports), []
-        return reports
+        """See ``BackgroundWriter``."""
+        return self._writer.take_reports()
 
     async def close(self) -> None:
         """Wait for the save in flight and end the writer. Raises the save's CheckpointError."""
-        try:
-            await self.wait()
-        finally:
-            code = await self._writer.stop()
-        if code != 0 and not self._writer.mourned:
-            raise await self._writer.death()
+        await self._writer.close()
 
     async def __aenter__(self) -> Saver:
         return self
@@ -315,31 +200,7 @@ class Saver:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        try:
-            if isinstance(exc, asyncio.CancelledError):
-                await self._hurry()
-            await self.close()
-        except CheckpointError as failure:
-            if exc is None:
-                raise
-            # The body's error goes on, a cancellation above all; the failure travels with it.
-            exc.add_note(f"closing the saver failed as well: {failure}")
-            log.error("closing the saver failed: %s", failure)
-
-    async def _hurry(self) -> None:
-        """Who interrupts a run waits for a write that goes on, not for a disk that hangs."""
-        flight = self._in_flight
-        try:
-            async with asyncio.timeout(_EXIT_SECONDS):
-                await self.wait()
-        except TimeoutError:
-            assert flight is not None
-            self._in_flight = None
-            await self._writer.death()
-            raise CheckpointError(
-                f"step {flight.step}: {flight.path} was not saved: its writer was killed "
-                f"{_EXIT_SECONDS:g} s after the run was interrupted"
-            ) from None
+        await self._writer.__aexit__(kind, exc, tb)
 
     def _job(self, update: WeightUpdate, step: int, path: Path, config_digest: str) -> SaveJob:
         return SaveJob(
@@ -351,49 +212,3 @@ class Saver:
             keep_last=self._keep_last,
             detach=self._mode is SaveMode.ASYNC,
         )
-
-    async def _living_writer(self) -> _WriterProcess:
-        if self._writer.is_dead:
-            if not self._writer.mourned:
-                raise await self._writer.death()
-            self._writer = await _WriterProcess.start(_nice(self._mode))
-        return self._writer
-
-    async def _reply(self, flight: _InFlight) -> Reply:
-        try:
-            async with asyncio.timeout(self._deadline):
-                return await self._writer.reply()
-        except TimeoutError:
-            self._in_flight = None
-            await self._writer.death()
-            raise CheckpointError(
-                f"step {flight.step}: saving {flight.path} did not end within {self._deadline} s; "
-                "the writer was killed"
-            ) from None
-        except CheckpointError as exc:
-            self._in_flight = None
-            raise CheckpointError(
-                f"step {flight.step}: saving {flight.path} failed: {exc}"
-            ) from exc
-
-    def _finish(self, flight: _InFlight, reply: Done | Failed) -> None:
-        self._in_flight = None
-        if isinstance(reply, Failed):
-            raise by_name(reply.error)(
-                f"step {flight.step}: saving {flight.path} failed: {reply.text}"
-            )
-        self._reports.append(
-            SaveReport(
-                step=flight.step,
-                path=flight.path,
-                mode=self._mode,
-                nbytes=reply.nbytes,
-                blocked_seconds=flight.blocked_seconds,
-                background_seconds=reply.seconds,
-            )
-        )
-
-
-def _nice(mode: SaveMode) -> int:
-    """In the background the writer yields to training; in sync mode everybody waits for it."""
-    return _BACKGROUND_NICE if mode is SaveMode.ASYNC else 0

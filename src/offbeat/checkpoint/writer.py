@@ -1,9 +1,9 @@
-"""Writes one Hugging Face folder, and the background process that does so for the ``Saver``.
+"""Writes one Hugging Face folder or one snapshot, and the background process that does so.
 
-Owns the content of a saved folder and the child's side of the conversation; knows no torch, no
+Owns the files of a saved folder and the child's side of the conversation; knows no torch, no
 schedule and no event loop. Run as ``python -m offbeat.checkpoint.writer <parent pid> <nice>``: one
-``SaveJob`` per line of stdin (JSON), and per job ``Copied`` (if the job is detached: the source may
-be overwritten from then on), then ``Done`` or ``Failed`` on stdout. It ends when stdin closes, and
+job per line of stdin (JSON), and per job ``Copied`` (if the job is detached: the source may be
+overwritten from then on), then ``Done`` or ``Failed`` on stdout. It ends when stdin closes, and
 dies with its parent.
 
 JSON lines because a line is read whole or not at all: a caller canceled while it waits leaves the
@@ -34,6 +34,8 @@ from offbeat.types import WeightUpdate
 from offbeat.weights.layout import read_layout
 
 WEIGHTS_NAME = "model.safetensors"
+TENSORS_NAME = "trainer.safetensors"
+STATE_NAME = "state.json"
 CONFIG_NAME = "config.json"
 TEMPLATE_PATTERNS = (
     CONFIG_NAME,
@@ -61,8 +63,8 @@ _CHUNK = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-class SaveJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder to write. ``detach``: copy the weights first and say so."""
+class SaveJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One model folder to write. ``detach``: copy the weights first and say so."""
 
     weights: WeightUpdate
     save: SaveManifest
@@ -73,12 +75,28 @@ class SaveJob(msgspec.Struct, frozen=True, kw_only=True):
     detach: bool
 
 
+class SnapshotJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One snapshot to write: ``tensors``, which stay as they are until it is done, and ``state`` as
+    text.
+    """
+
+    tensors: WeightUpdate
+    state: str
+    save: SaveManifest
+    snapshots_dir: str
+    out_dir: str
+    keep: int
+
+
+Job: TypeAlias = SaveJob | SnapshotJob
+
+
 class Copied(msgspec.Struct, frozen=True, tag=True):
     """The writer holds its own verified copy of the weights."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The folder is in place, flushed and named by ``latest``."""
+    """The folder is in place and flushed; ``latest`` names it if it is a model's."""
 
     nbytes: int
     seconds: float
@@ -222,8 +240,39 @@ def _read_into(view: memoryview, fd: int) -> str:
     return str(digest.hexdigest())
 
 
-def _run(job: SaveJob, private: _PrivateCopy, replies: BinaryIO) -> Done:
-    started = time.monotonic()
+def write_snapshot(
+    tensors: WeightUpdate, state: str, out_dir: Path, save: SaveManifest
+) -> FolderManifest:
+    """Write a complete snapshot to ``out_dir``, or nothing.
+
+    Args:
+        tensors: a safetensors file; must stay as it is until this returns.
+        state: the text of ``state.json``.
+        out_dir: appears by a rename; a folder that is already there is replaced.
+        save: what the manifest says about the origin.
+
+    Raises:
+        CheckpointError: as ``write_hf_folder``.
+    """
+    content = _mapped(tensors)
+    with boundary(CheckpointError, f"write {out_dir}"), replacing(out_dir) as aside:
+        entry = _write_weights(content, aside / TENSORS_NAME)
+        _require_digest(entry.digest, tensors, f"written to {out_dir}")
+        (aside / STATE_NAME).write_text(state, encoding="utf-8")
+        return seal(aside, save, known={TENSORS_NAME: entry})
+
+
+def _snapshot(job: SnapshotJob) -> FolderManifest:
+    there = Path(job.snapshots_dir)
+    with boundary(CheckpointError, f"tidy {there}"):
+        sweep(there)
+    manifest = write_snapshot(job.tensors, job.state, Path(job.out_dir), job.save)
+    with boundary(CheckpointError, f"tidy {there}"):
+        prune(there, job.keep)
+    return manifest
+
+
+def _save(job: SaveJob, private: _PrivateCopy, replies: BinaryIO) -> FolderManifest:
     out_dir, template_dir = Path(job.out_dir), Path(job.template_dir)
     checkpoints_dir = Path(job.checkpoints_dir)
     if job.detach:
@@ -237,6 +286,12 @@ def _run(job: SaveJob, private: _PrivateCopy, replies: BinaryIO) -> Done:
     with boundary(CheckpointError, f"tidy {checkpoints_dir}"):
         point_latest(out_dir)
         prune(checkpoints_dir, job.keep_last)
+    return manifest
+
+
+def _run(job: Job, private: _PrivateCopy, replies: BinaryIO) -> Done:
+    started = time.monotonic()
+    manifest = _snapshot(job) if isinstance(job, SnapshotJob) else _save(job, private, replies)
     nbytes = sum(entry.nbytes for entry in manifest.files.values())
     return Done(nbytes=nbytes, seconds=time.monotonic() - started)
 
@@ -250,7 +305,7 @@ def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
     """Write the folders that ``jobs`` asks for, one after the other, until it ends."""
     private = _PrivateCopy()
     for line in jobs:
-        job = msgspec.json.decode(line, type=SaveJob)
+        job = msgspec.json.decode(line, type=Job)
         try:
             with boundary(CheckpointError, "save"):
                 reply: Reply = _run(job, private, replies)

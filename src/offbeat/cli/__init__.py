@@ -1,24 +1,39 @@
 """The command line: verbs, exit codes, and errors written for a person.
 
 Exit codes: 0 all went well · 1 the run failed · 2 usage, configuration, data or model cannot be
-used · 130 interrupted. Heavy modules are imported inside the commands, so that ``--help`` and
-mistakes answer at once.
+used · 130 interrupted · 143 interrupted by SIGTERM. Heavy modules are imported inside the commands,
+so that ``--help`` and mistakes answer at once.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from offbeat.cli import configuration, evaluate, look, model, timeline, train
+from offbeat.cli import (
+    chaos,
+    chat,
+    configuration,
+    evaluate,
+    generate,
+    look,
+    model,
+    serve,
+    timeline,
+    train,
+)
 from offbeat.errors import ConfigError, DataError, ModelError, OffbeatError, boundary
 
 UNUSABLE = (ConfigError, DataError, ModelError)
 INTERRUPTED = 130
+TERMINATED = 143
 
 app = typer.Typer(
     help="Reinforcement learning for language models, on the beat (synchronous) or off it "
@@ -30,16 +45,33 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command()(look.runs)
 app.command()(look.show)
 app.command()(timeline.timeline)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(serve.serve)
+app.command()(chaos.chaos)
 app.add_typer(configuration.app, name="config")
 app.add_typer(model.app, name="model")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"offbeat {version('offbeat')}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks and debug messages.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -64,10 +96,35 @@ def _fail(error: OffbeatError, debug: bool) -> NoReturn:
     sys.exit(2 if isinstance(error, UNUSABLE) else 1)
 
 
+class _Termination:
+    """SIGTERM ends a command as Ctrl-C does; ``asked`` tells the two apart afterwards."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> None:
+        """From here on SIGTERM comes to this object."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell lets its background jobs ignore Ctrl-C. Blocked, it still does nothing, but
+            # has a handler, which the event loop replaces by one that ends in order.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal's handler: goes on as SIGINT, to whatever handles that now."""
+        self.asked = True
+        # Sent before it is unblocked, and to the process: one with a Ctrl-C that was held back.
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def main() -> None:
     """Run the command line; tracebacks only with ``--debug``, which may stand anywhere."""
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     debug = len(args) < len(sys.argv) - 1
+    termination = _Termination()
+    termination.install()
     try:
         with boundary(OffbeatError, "unexpected error (--debug shows where)"):
             app(["--debug", *args] if debug else args)
@@ -76,5 +133,5 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt) as left:
         if isinstance(left, SystemExit) and left.code != INTERRUPTED:
             raise
-        typer.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        typer.echo("interrupted by SIGTERM" if termination.asked else "interrupted", err=True)
+        sys.exit(TERMINATED if termination.asked else INTERRUPTED)

@@ -23,8 +23,8 @@ def timeline(
 
     Needs the extra plot (matplotlib).
     """
+    from offbeat.observe.find import find_run
     from offbeat.observe.gantt import draw, gantt
-    from offbeat.observe.show import find_run
     from offbeat.observe.spans import read_spans
 
     folder = find_run(run, fileroot)

@@ -23,16 +23,25 @@ def train(
             "--dry-run", help="Check everything that can be checked without training, then stop."
         ),
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run of this trial_name, or else the newest of this experiment.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model; metrics, rollouts and checkpoints go to the run's folder."""
     from offbeat.config import load
     from offbeat.pipeline.run import PPOTrainer
 
     cfg = load(config, overrides or [])
+    if dry_run and resume:
+        raise typer.BadParameter("--dry-run checks a run that starts; leave --resume out")
     if dry_run:
         _dry_run(cfg)
         return
-    trainer = PPOTrainer.from_config(cfg)
+    trainer = PPOTrainer.from_config(cfg, resume=resume)
     typer.echo(f"run folder {trainer.run_dir}")
     summary = trainer.run()
     _print_end(trainer.run_dir, summary)
@@ -42,11 +51,13 @@ def _dry_run(cfg: RunConfig) -> None:
     """Check what a run would check, and the reward; say what it would do. Writes nothing."""
     import asyncio
 
+    from offbeat.observe.trackers.kinds import check_installed
     from offbeat.pipeline.preflight import prepare, try_reward
     from offbeat.pipeline.run import free_run_dir, usable_cores
     from offbeat.types import Scored
 
     free_run_dir(cfg)
+    check_installed(cfg.stats_logger)
     inputs = prepare(cfg, reward_log=None)
     prompt, reward = asyncio.run(try_reward(inputs))
     cores = usable_cores(cfg.model.path)

@@ -15,12 +15,15 @@ from offbeat.config.actor import (
 )
 from offbeat.config.dataset import ChatTemplate, DatasetConfig, OverlongPrompt
 from offbeat.config.evaluator import EvaluatorConfig
+from offbeat.config.gateway import GatewayConfig
 from offbeat.config.generation import GenerationConfig
 from offbeat.config.generator import GeneratorBackend, GeneratorConfig, KVOnUpdate
 from offbeat.config.loading import from_mapping, load, to_mapping, to_yaml
 from offbeat.config.model import DType, ModelConfig
 from offbeat.config.overview import Entry, describe
 from offbeat.config.presets import Algorithm, RunMode
+from offbeat.config.recover import RecoverConfig, RecoverMode
+from offbeat.config.reward import RewardConfig
 from offbeat.config.rollout import Lookahead, RolloutConfig, RolloutPolicy
 from offbeat.config.run import RunConfig
 from offbeat.config.saver import AsyncMode, MegatronEngineConfig, SaverConfig
@@ -37,6 +40,7 @@ __all__ = [
     "DatasetConfig",
     "Entry",
     "EvaluatorConfig",
+    "GatewayConfig",
     "GenerationConfig",
     "GeneratorBackend",
     "GeneratorConfig",
@@ -52,6 +56,9 @@ __all__ = [
     "OverlongPrompt",
     "PPOActorConfig",
     "ProxLogpMethod",
+    "RecoverConfig",
+    "RecoverMode",
+    "RewardConfig",
     "RolloutConfig",
     "RolloutPolicy",
     "RunConfig",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from offbeat.config.generator import KVOnUpdate
+from offbeat.config.model import DType
+from offbeat.config.rollout import Lookahead, RolloutPolicy
 from offbeat.config.schema import Problem
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 def contradictions(cfg: RunConfig) -> Iterator[Problem]:
     """Every problem between sections of a configuration whose sections are fine by themselves."""
     yield from _length(cfg)
+    yield from _linears(cfg)
     yield from _staleness(cfg)
     yield from _sampling(cfg)
     yield from _batch(cfg)
@@ -29,19 +33,48 @@ def _length(cfg: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _linears(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.model.onednn_linears and cfg.model.dtype is DType.BFLOAT16:
+        yield Problem(
+            path="model.onednn_linears",
+            text="true has no effect on the trainer: model.dtype is bfloat16, and it computes them "
+            "so in float32 only; set model.dtype to float32, or leave onednn_linears out",
+        )
+
+
 def _staleness(cfg: RunConfig) -> Iterator[Problem]:
     stale, decoupled = cfg.rollout.max_staleness, cfg.actor.use_decoupled_loss
     if stale > 0 and not decoupled and not cfg.rollout.allow_uncorrected:
         yield Problem(
             path="rollout.max_staleness",
             text=f"{stale} without off-policy correction: actor.use_decoupled_loss is false; "
-            "set it to true, rollout.max_staleness to 0, or rollout.allow_uncorrected to true",
+            "set it to true, rollout.max_staleness to 0 (left out, it follows mode), or "
+            "rollout.allow_uncorrected to true",
         )
     if cfg.rollout.allow_uncorrected and (decoupled or stale == 0):
         reason = "actor.use_decoupled_loss is true" if decoupled else "rollout.max_staleness is 0"
         yield Problem(
             path="rollout.allow_uncorrected",
             text=f"true has no effect: {reason}; leave it out",
+        )
+    chosen: tuple[tuple[str, object, object], ...] = (
+        ("policy", cfg.rollout.policy, RolloutPolicy.PACE),
+        ("lookahead", cfg.rollout.lookahead, Lookahead.FULL),
+    )
+    for name, value, default in chosen:
+        if stale == 0 and value is not default:
+            yield Problem(
+                path=f"rollout.{name}",
+                text=f"{value} has no effect: rollout.max_staleness is 0, one batch is open at a "
+                f"time; raise it (mode: async does), or leave rollout.{name} out",
+            )
+    cache = cfg.generator.kv_on_update
+    if stale == 0 and cache is not KVOnUpdate.KEEP and cfg.gateway.port is None:
+        yield Problem(
+            path="generator.kv_on_update",
+            text=f"{cache} has no effect: rollout.max_staleness is 0 and there is no gateway.port, "
+            "so nothing is being written when weights change; raise max_staleness (mode: async "
+            "does), or leave it out",
         )
 
 

@@ -43,6 +43,7 @@ def from_mapping(
     mapping: Mapping[str, object],
     origin: str = "the given mapping",
     config_dir: Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> RunConfig:
     """Build the configuration from plain data; sections may also be configuration objects.
 
@@ -50,11 +51,17 @@ def from_mapping(
         mapping: the tree of keys; no interpolation.
         origin: what error messages call it.
         config_dir: folder where ``module:attribute`` is looked up first.
+        overrides: as ``load``; then ``mapping`` holds no configuration objects.
 
     Raises:
         ConfigError: as ``load``.
     """
-    return _build(mapping, origin, config_dir, lambda path: "")
+    if not overrides:
+        return _build(mapping, origin, config_dir, lambda path: "")
+    from offbeat.config import source
+
+    read = source.overridden(mapping, origin, overrides)
+    return _build(read.mapping, origin, config_dir, read.locate)
 
 
 def to_mapping(section: Section) -> dict[str, object]:

@@ -25,7 +25,7 @@ class ModelConfig(Section):
     """The policy as it is loaded."""
 
     path: Text
-    """Folder (or GGUF file) of the model in Hugging Face layout."""
+    """Folder of the model in Hugging Face layout."""
 
     dtype: DType | None = None
     """Number format of the forward pass; null: float32 on CPU, bfloat16 on GPU."""
@@ -35,8 +35,8 @@ class ModelConfig(Section):
 
     onednn_linears: bool | None = None
     """Linear layers on the CPU through oneDNN, in the generator and, in float32, in the trainer;
-    null: where they prove right and repeatable at start-up. Other bits than the ordinary product,
-    and faster.
+    null: where they prove right and repeatable at start-up; true: an error where they do not, or
+    where the trainer is not float32. Other bits than the ordinary product, and faster.
     """
 
     max_model_len: PositiveInt | None = None

@@ -5,8 +5,10 @@ The module is looked up first beside the configuration file, then as an installe
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +33,11 @@ def resolve(spec: str, search_dir: Path | None, key: str) -> object:
     if search_dir is not None and str(search_dir) not in sys.path:
         sys.path.insert(0, str(search_dir))
         importlib.invalidate_caches()
-    with boundary(ConfigError, f"{key}: importing {module_name!r} failed"):
-        module = _import(module_name, spec, search_dir, key)
+    try:
+        with boundary(ConfigError, f"{key}: importing {module_name!r} failed"):
+            module = _import(module_name, spec, search_dir, key)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}{_place(exc.__cause__, search_dir)}") from exc.__cause__
     if search_dir is not None:
         _check_not_hidden(module, search_dir, key)
     target: object = module
@@ -54,6 +59,7 @@ def _import(module_name: str, spec: str, search_dir: Path | None, key: str) -> M
         where = f"neither beside the configuration file ({search_dir}) nor" if search_dir else "not"
         raise ConfigError(
             f"{key}: module {module_name!r} of {spec!r} was found {where} as an installed module"
+            f"{_nearest(module_name, search_dir)}"
         ) from exc
     except SystemExit as exc:
         # Passed on, it would end the run as if all had gone well.
@@ -61,6 +67,24 @@ def _import(module_name: str, spec: str, search_dir: Path | None, key: str) -> M
             f"{key}: importing {module_name!r} called sys.exit({exc.code!r}); put what the file "
             'does as a script under `if __name__ == "__main__":`'
         ) from exc
+
+
+def _nearest(module_name: str, search_dir: Path | None) -> str:
+    names = [file.stem for file in search_dir.glob("*.py")] if search_dir is not None else []
+    near = difflib.get_close_matches(module_name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _place(cause: BaseException | None, folder: Path | None) -> str:
+    """Line of the user's own file in which ``cause`` was raised; empty where it was in none."""
+    if cause is None or folder is None:
+        return ""
+    own = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if Path(frame.filename).is_relative_to(folder) and "site-packages" not in frame.filename
+    ]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _check_not_hidden(module: ModuleType, search_dir: Path, key: str) -> None:

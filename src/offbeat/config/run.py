@@ -10,6 +10,7 @@ from offbeat.config.actor import ActorConfig
 from offbeat.config.checks import contradictions
 from offbeat.config.dataset import DatasetConfig
 from offbeat.config.evaluator import EvaluatorConfig
+from offbeat.config.gateway import GatewayConfig
 from offbeat.config.generation import GenerationConfig
 from offbeat.config.generator import GeneratorConfig
 from offbeat.config.model import ModelConfig
@@ -20,6 +21,7 @@ from offbeat.config.presets import (
     actor_preset,
     evaluation_preset,
 )
+from offbeat.config.recover import RecoverConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.saver import MegatronEngineConfig, SaverConfig
 from offbeat.config.scheduler import SchedulerConfig
@@ -75,10 +77,12 @@ class RunConfig(Section):
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     saver: SaverConfig = field(default_factory=SaverConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     megatron: MegatronEngineConfig = field(default_factory=MegatronEngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     config_dir: Text | None = field(default=None, compare=False)
     """Folder where ``module:attribute`` is looked up first; null: the configuration file's own."""

@@ -8,13 +8,14 @@ Knows no cache, no loss.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import ModelError, boundary
+from offbeat.errors import ConfigError, ModelError, boundary
 from offbeat.model.attention import (
     ATTENTION,
     AttentionContext,
@@ -46,11 +47,31 @@ _SHARED_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is the accelerator where there is one, else the CPU."""
+    """``auto`` is the accelerator where there is one, else the CPU.
+
+    Raises:
+        ConfigError: ``name`` is a device that this machine does not have.
+    """
     if name != "auto":
-        return torch.device(name)
+        device = torch.device(name)
+        if device.type == "cuda":
+            _require_cuda(device, torch.cuda.device_count())
+        return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _require_cuda(device: torch.device, count: int) -> None:
+    if count == 0:
+        raise ConfigError(
+            f"model.device: {device} is asked for, but torch {torch.__version__} finds no CUDA "
+            "device; set it to auto or cpu, or install a CUDA build of torch and its driver"
+        )
+    if (device.index or 0) >= count:
+        raise ConfigError(
+            f"model.device: {device} is asked for, but there are {count} CUDA devices, from cuda:0 "
+            f"to cuda:{count - 1}"
+        )
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -86,9 +107,10 @@ def load_model(
     if not Path(path).exists() and path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: {path} does not exist")
     with boundary(ModelError, f"loading the model at {path}"), _LOADING:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
         )
+    _require_all_weights(path, info["missing_keys"])
     model = model.to(device).eval()
     _refuse_unsupported(model.config)
     _probe(model, max_len)
@@ -104,6 +126,16 @@ def hidden_states(
     )
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
+
+
+def _require_all_weights(path: str, missing: Collection[str]) -> None:
+    """transformers fills what a folder lacks with random numbers, and goes on."""
+    if missing:
+        raise ModelError(
+            f"model.path: {path} has no weights for {len(missing)} tensors of the model, "
+            f"{', '.join(sorted(missing)[:3])} among them: weights and config.json do not belong "
+            "together, or the copy is not complete"
+        )
 
 
 def _refuse_unsupported(config: Any) -> None:

@@ -6,6 +6,7 @@ rewards, both with deadlines of their own.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -87,7 +88,13 @@ class GroupEngine:
         self._tag = tag
         self._on_start = on_start
         self._on_end = on_end
+        self._open: set[str] = set()
         self.generated_tokens = 0
+
+    @property
+    def open_requests(self) -> tuple[str, ...]:
+        """Ids of the requests that have no answer yet."""
+        return tuple(sorted(self._open))
 
     @property
     def n_samples(self) -> int:
@@ -118,12 +125,14 @@ class GroupEngine:
             seed=derive(self._plan.seed, self._plan.stream, self._key, sibling, turn),
         )
         started = time.monotonic()
+        self._open.add(request.request_id)
         self._on_start()
         try:
             completion = await self._generator.generate(request)
             self.generated_tokens += len(completion.token_ids)
             return completion
         finally:
+            self._open.discard(request.request_id)
             self._on_end(started, time.monotonic())
 
     def encode(self, text: str) -> list[int]:
@@ -151,16 +160,19 @@ async def run_episode(
     prompt: Prompt,
     admission_version: PolicyVersion,
     *,
+    deadline_seconds: float | None = None,
     on_reward: Callable[[float, float], None] | None = None,
 ) -> RolloutGroup | Dropped:
     """Run the workflow on one prompt; a failure of this group alone becomes ``Dropped``.
 
+    A group that is not complete after ``deadline_seconds`` is cancelled; None waits for it.
     ``on_reward`` gets start and end of each reward call. Raises whatever ends the run: a dead
     worker, a configuration or programming error of offbeat itself.
     """
     listening = _REWARD_LISTENER.set(on_reward)
     try:
-        rollouts = await run_workflow(workflow, engine, prompt, _place(prompt))
+        async with asyncio.timeout(deadline_seconds) as deadline:
+            rollouts = await run_workflow(workflow, engine, prompt, _place(prompt))
         group = RolloutGroup(prompt=prompt, rollouts=rollouts, admission_version=admission_version)
         # Rows that cannot be made cost one group here; at the trainer's door they end the run.
         to_samples(group)
@@ -168,6 +180,14 @@ async def run_episode(
         return Dropped(reason=DropReason.TOO_LONG, detail=str(exc), error=exc)
     except RolloutError as exc:
         return Dropped(reason=DropReason.FAILED, detail=str(exc), error=exc)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        late = RolloutError(
+            f"{_place(prompt)}: not complete after {deadline_seconds:g} s "
+            "(rollout.group_deadline_seconds)"
+        )
+        return Dropped(reason=DropReason.CANCELLED, detail=str(late), error=late)
     finally:
         _REWARD_LISTENER.reset(listening)
     return _with_enough_rewards(group)
@@ -215,6 +235,10 @@ def _place(prompt: Prompt) -> str:
     return f"group {prompt.group_id} (row {prompt.row + 1})"
 
 
+_CHOSEN = (DropReason.FILTERED, DropReason.STALE)
+"""Drops that the configuration asks for: no failures."""
+
+
 class FailureBudget:
     """Ends a run whose groups keep failing; a plain counter, no clocks.
 
@@ -243,6 +267,8 @@ class FailureBudget:
         Raises:
             RolloutError: the budget is spent; the message has the first real error of the run.
         """
+        if isinstance(outcome, Dropped) and outcome.reason in _CHOSEN:
+            return
         if isinstance(outcome, Dropped) and outcome.reason is DropReason.TOO_LONG:
             self._too_long += 1
         else:

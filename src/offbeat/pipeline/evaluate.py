@@ -1,7 +1,7 @@
-"""Evaluation: every validation row exactly once, on one policy version.
+"""Evaluation: every row of a data set exactly once, on one policy version.
 
-Consumes the validation set; produces an ``EvalResult``. The loop promises that no commit happens
-while it runs; this checks it.
+Consumes the prompts of the data set; produces their answers, and an ``EvalResult`` of them. The
+loop promises that no commit happens while it runs; this checks it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.data.stream import EVALUATION_GROUP, PromptStream
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import DataError, PromptTooLong, RolloutError, WeightSyncError, true_cause
+from offbeat.errors import DataError, PromptTooLong, RolloutError, WeightSyncError
 from offbeat.pipeline.episodes import GroupEngine, SamplingPlan, run_workflow
+from offbeat.pipeline.task_runner import AsyncTaskRunner
 from offbeat.protocols import Generator, Workflow
 from offbeat.types import PolicyVersion, Prompt, Rollout, Scored, StopReason
 
@@ -56,11 +57,60 @@ class EvalResult:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """One prompt with its answers, or with the ``error`` for which it has none."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...] = ()
+    error: RolloutError | None = None
+
+    @property
+    def rewards(self) -> list[float]:
+        """The valid rewards."""
+        return [r.reward.value for r in self.rollouts if isinstance(r.reward, Scored)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What one version answered to a data set; ``n_samples`` answers were asked of each prompt."""
+
+    version: PolicyVersion
+    n_samples: int
+    items: tuple[Answered, ...]
+    skipped: int
+    seconds: float
+
+    @property
+    def asked(self) -> int:
+        """Answers that there should be."""
+        return len(self.items) * self.n_samples
+
+    def result(self) -> EvalResult:
+        """The scores over all answers."""
+        rollouts = [r for item in self.items for r in item.rollouts]
+        scored = [r.reward for r in rollouts if isinstance(r.reward, Scored)]
+        last = [r.turns[-1].completion for r in rollouts]
+        return EvalResult(
+            version=self.version,
+            prompts=len(self.items),
+            samples=len(rollouts),
+            skipped=self.skipped,
+            reward_mean=_mean([r.value for r in scored]),
+            valid_fraction=len(scored) / self.asked,
+            truncated_fraction=_mean([float(c.stop_reason is StopReason.LENGTH) for c in last]),
+            length_tokens=_mean([float(tokens_of(r)) for r in rollouts]),
+            parts=_part_means(scored),
+            seconds=self.seconds,
+        )
+
+
 class Evaluator:
-    """Runs the workflow over the validation set.
+    """Runs the workflow over a data set.
 
     Args:
         concurrency: prompts that run at the same time.
+        name: what errors call the data set.
     """
 
     def __init__(
@@ -72,6 +122,7 @@ class Evaluator:
         codec: TextCodec,
         plan: SamplingPlan,
         concurrency: int,
+        name: str = "valid_dataset",
     ) -> None:
         self._generator = generator
         self._workflow = workflow
@@ -79,9 +130,21 @@ class Evaluator:
         self._codec = codec
         self._plan = plan
         self._concurrency = concurrency
+        self._name = name
 
     async def run(self, version: PolicyVersion) -> EvalResult:
-        """Evaluate ``version``, which must stay live until this returns.
+        """Scores of ``version``, which must stay live until this returns. Raises as ``answers``."""
+        return (await self.answers(version)).result()
+
+    async def answers(
+        self,
+        version: PolicyVersion,
+        on_answered: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Answers:
+        """Answers of ``version``, which must stay live until this returns.
+
+        Args:
+            on_answered: called after each prompt with how many are through, and how many there are.
 
         Raises:
             WeightSyncError: a token was written by another version.
@@ -91,28 +154,25 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         started = loop.time()
         prompts, skipped = self._prompts()
-        gate = asyncio.Semaphore(self._concurrency)
+        done = 0
 
-        async def one(prompt: Prompt) -> Sequence[Rollout] | RolloutError:
-            async with gate:
-                return await self._episode(prompt, version)
+        async def one(prompt: Prompt) -> Answered:
+            nonlocal done
+            answered = await self._episode(prompt, version)
+            done += 1
+            on_answered(done, len(prompts))
+            return answered
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(p)) for p in prompts]
-        except BaseExceptionGroup as errors:
-            raise true_cause(errors) from errors
-        outcomes = [t.result() for t in tasks]
-        failed = [o for o in outcomes if isinstance(o, RolloutError)]
-        if len(failed) == len(outcomes):
+        async with AsyncTaskRunner(self._concurrency) as runner:
+            items = tuple(await runner.wait(*(runner.submit(one, p) for p in prompts)))
+        failed = [item.error for item in items if item.error is not None]
+        if len(failed) == len(items):
             raise failed[0]
-        rollouts = [r for o in outcomes if not isinstance(o, RolloutError) for r in o]
-        return _result(
+        return Answers(
             version=version,
-            prompts=len(prompts),
+            n_samples=self._plan.n_samples,
+            items=items,
             skipped=skipped,
-            asked=len(prompts) * self._plan.n_samples,
-            rollouts=rollouts,
             seconds=loop.time() - started,
         )
 
@@ -125,13 +185,11 @@ class Evaluator:
                 continue
         if not prompts:
             raise DataError(
-                f"all {len(self._stream)} rows of valid_dataset are too long for the context"
+                f"all {len(self._stream)} rows of {self._name} are too long for the context"
             )
         return prompts, len(self._stream) - len(prompts)
 
-    async def _episode(
-        self, prompt: Prompt, version: PolicyVersion
-    ) -> Sequence[Rollout] | RolloutError:
+    async def _episode(self, prompt: Prompt, version: PolicyVersion) -> Answered:
         """The answers to one row, or why there are none: one bad row does not end a run."""
         where = f"validation row {prompt.row + 1}"
         engine = GroupEngine(
@@ -146,7 +204,7 @@ class Evaluator:
             rollouts = await run_workflow(self._workflow, engine, prompt, where)
         except RolloutError as exc:
             log.warning("%s has no answer: %s", where, exc)
-            return exc
+            return Answered(prompt=prompt, error=exc)
         for turn in (t for r in rollouts for t in r.turns):
             others = set(turn.completion.versions.tolist()) - {int(version)}
             if others:
@@ -154,38 +212,20 @@ class Evaluator:
                     f"{where}: tokens of versions {sorted(others)} in an evaluation of version "
                     f"{version}"
                 )
-        return rollouts
+        return Answered(prompt=prompt, rollouts=rollouts)
 
 
-def _result(
-    *,
-    version: PolicyVersion,
-    prompts: int,
-    skipped: int,
-    asked: int,
-    rollouts: Sequence[Rollout],
-    seconds: float,
-) -> EvalResult:
-    """``asked`` answers were wanted, ``rollouts`` came."""
-    scored = [r.reward for r in rollouts if isinstance(r.reward, Scored)]
+def tokens_of(rollout: Rollout) -> int:
+    """Tokens that the policy wrote, over all turns."""
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
+
+
+def _part_means(scored: Sequence[Scored]) -> dict[str, float]:
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for reward in scored:
         for name, value in reward.parts.items():
             parts[name].append(value)
-    last = [r.turns[-1].completion for r in rollouts]
-    lengths = [sum(len(t.completion.token_ids) for t in r.turns) for r in rollouts]
-    return EvalResult(
-        version=version,
-        prompts=prompts,
-        samples=len(rollouts),
-        skipped=skipped,
-        reward_mean=_mean([r.value for r in scored]),
-        valid_fraction=len(scored) / asked,
-        truncated_fraction=_mean([float(c.stop_reason is StopReason.LENGTH) for c in last]),
-        length_tokens=_mean([float(x) for x in lengths]),
-        parts={name: _mean(values) for name, values in parts.items()},
-        seconds=seconds,
-    )
+    return {name: _mean(values) for name, values in parts.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,10 +20,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from offbeat.checkpoint.saver import Saver, SaveSchedule
+from offbeat.checkpoint.snapshot import RunState
 from offbeat.data.stream import PromptStream
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import PromptTooLong, StallError, WeightSyncError, true_cause
@@ -39,9 +40,19 @@ from offbeat.pipeline.episodes import (
     run_episode,
 )
 from offbeat.pipeline.evaluate import EvalResult, Evaluator
+from offbeat.pipeline.no_signal import SignalRules, SignalWatch
 from offbeat.pipeline.recorder import Recorder
 from offbeat.pipeline.signal import Signal
-from offbeat.pipeline.staleness import SlotGauge, StalenessManager, Ticket
+from offbeat.pipeline.snapshots import SnapshotTaker
+from offbeat.pipeline.staleness import (
+    BEGINNING,
+    Policy,
+    Position,
+    SlotGauge,
+    StalenessManager,
+    Ticket,
+)
+from offbeat.pipeline.stall import PendingGroup, pending_text, task_stacks
 from offbeat.protocols import Generator, Trainer, Workflow
 from offbeat.rollout.samples import to_samples
 from offbeat.types import (
@@ -77,17 +88,24 @@ class LoopPlan:
     max_failure_rate: float
     max_consecutive_failures: int
     stall_seconds: float
+    signal: SignalRules
+    policy: Policy = Policy.PACE
+    adaptive_lookahead: bool = False
+    group_deadline_seconds: float | None = None
+    dynamic_sampling: bool = False
+    max_groups_without_signal: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """When to evaluate and save, beside what the schedules say."""
+    """When to evaluate, save and take a snapshot, beside what the schedules say."""
 
     evaluate: SaveSchedule
     evaluate_at_start: bool
     evaluate_at_end: bool
     save: SaveSchedule
     save_at_end: bool
+    snapshot: SaveSchedule = field(default_factory=lambda: SaveSchedule(now=0.0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +124,10 @@ class Loop:
         replicas: every generator by name, for statistics; ``generator`` routes to them.
         evaluator: None without a validation set.
         saver: None when nothing is ever saved.
+        weights_gate: held from a publication to its commit; who needs the live weights meanwhile
+            waits for it.
+        snapshots: None when none is ever taken.
+        start: what a resumed run goes on from; trainer and recorder were restored to it.
     """
 
     def __init__(
@@ -122,6 +144,9 @@ class Loop:
         recorder: Recorder,
         evaluator: Evaluator | None,
         saver: Saver | None,
+        weights_gate: asyncio.Lock,
+        snapshots: SnapshotTaker | None = None,
+        start: RunState | None = None,
     ) -> None:
         self._plan = plan
         self._cadence = cadence
@@ -134,11 +159,19 @@ class Loop:
         self._recorder = recorder
         self._evaluator = evaluator
         self._saver = saver
+        self._weights_gate = weights_gate
+        self._snapshots = snapshots
+        self._start = start
         self._manager = StalenessManager(
             max_staleness=plan.max_staleness,
             groups_per_step=plan.groups_per_step,
             total_groups=plan.total_groups,
+            policy=plan.policy,
+            adaptive_lookahead=plan.adaptive_lookahead,
+            start=_position(start),
         )
+        self._again = frozenset(() if start is None else start.open_groups)
+        self._watch = SignalWatch(plan.max_groups_without_signal)
         self._gauge = SlotGauge(plan.capacity)
         self._budget = FailureBudget(
             max_rate=plan.max_failure_rate,
@@ -148,6 +181,8 @@ class Loop:
         self._changed = Signal()
         # The groups that the ledger holds as open, and since when (CLOCK_MONOTONIC seconds).
         self._admitted_at: dict[GroupId, float] = {}
+        # The engines of the groups whose episodes run.
+        self._engines: dict[GroupId, GroupEngine] = {}
         self._evaluation: _Evaluation | None = None
         self._tokens_written = 0
         self._warned_of_invalid = False
@@ -156,11 +191,15 @@ class Loop:
         """Train all steps. Raises the first error that ends the run; no task outlives this call."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self._evaluator is not None and self._cadence.evaluate_at_start:
+                done = 0
+                if self._start is not None:
+                    await self._resume(self._start)
+                    done = self._start.step
+                elif self._evaluator is not None and self._cadence.evaluate_at_start:
                     record = StepRecord(step=0, version=0, seconds=0.0)
                     self._begin_evaluation(self._evaluator, record, (), tasks)
                 admission = tasks.create_task(self._admit(tasks), name="admission")
-                for step in range(1, self._plan.steps + 1):
+                for step in range(done + 1, self._plan.steps + 1):
                     await self._step(step, tasks)
                 await self._settle_evaluation()
                 admission.cancel()
@@ -170,6 +209,21 @@ class Loop:
             for group_id in self._admitted_at:
                 self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", 0)
         await self._poll_engines()
+
+    async def _resume(self, start: RunState) -> None:
+        """Bring the restored weights to every generator, before anything is admitted."""
+        async with self._weights_gate:
+            update = await self._trainer.publish()
+            if update.version != start.version:
+                raise WeightSyncError(
+                    f"the trainer was restored to version {update.version}, the snapshot of step "
+                    f"{start.step} is of version {start.version}"
+                )
+            await self._generator.stage(update)
+            await self._generator.commit(update.version)
+        if self._saver is not None and start.saved and not self._saver.holds(start.step):
+            # It was under way when the run stopped.
+            await self._saver.save(update, step=start.step)
 
     # Admission and episodes
 
@@ -181,7 +235,8 @@ class Loop:
             ticket = self._manager.admit()
             group_id = ticket.group_id
             epoch, row = self._stream.epoch_of(group_id), self._stream.row_of(group_id)
-            self._recorder.admitted(group_id, epoch, row, ticket.admission_version)
+            again = group_id in self._again
+            self._recorder.admitted(group_id, epoch, row, ticket.admission_version, again=again)
             self._admitted_at[group_id] = time.monotonic()
             try:
                 prompt = self._stream.prompt_at(group_id)
@@ -211,23 +266,47 @@ class Loop:
             on_start=lambda: self._gauge.start(group_id),
             on_end=request_ended,
         )
+        self._engines[group_id] = engine
         try:
             outcome = await run_episode(
                 self._workflow,
                 engine,
                 prompt,
                 ticket.admission_version,
+                deadline_seconds=self._plan.group_deadline_seconds,
                 on_reward=partial(record, SpanName.REWARD),
             )
         finally:
+            del self._engines[group_id]
             self._gauge.release(group_id)
+        if isinstance(outcome, RolloutGroup):
+            outcome = self._with_signal(outcome)
         if isinstance(outcome, Dropped):
             self._drop(group_id, outcome, engine.generated_tokens)
         else:
             self._manager.deliver(group_id, outcome)
             self._warn_of_invalid(outcome)
             self._budget.record(outcome)
+            self._drop_stale()
             self._changed.notify()
+
+    def _with_signal(self, group: RolloutGroup) -> RolloutGroup | Dropped:
+        """Count a complete group; one that teaches nothing is replaced with dynamic sampling."""
+        cause = self._plan.signal.why_none(group)
+        self._watch.record(cause)
+        if cause is None or not self._plan.dynamic_sampling:
+            return group
+        return Dropped(reason=DropReason.FILTERED, detail=f"nothing to learn from: {cause}")
+
+    def _drop_stale(self) -> None:
+        """Under the policy drop: what is complete and too late to train leaves the line."""
+        for group_id, group in self._manager.stale().items():
+            lag = self._manager.live - group.admission_version
+            late = (
+                f"{lag} versions after its admission, max_staleness is {self._plan.max_staleness}"
+            )
+            tokens = sum(r.written_tokens for r in group.rollouts)
+            self._drop(group_id, Dropped(reason=DropReason.STALE, detail=late), tokens)
 
     def _warn_of_invalid(self, group: RolloutGroup) -> None:
         """Say once, with the reason, that rewards are missing; each step's line counts them."""
@@ -241,7 +320,8 @@ class Loop:
         del self._admitted_at[group_id]
         self._recorder.dropped(group_id, outcome.reason, outcome.detail, generated_tokens)
         self._changed.notify()
-        log.warning("group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
+        level = logging.WARNING if outcome.error is not None else logging.DEBUG
+        log.log(level, "group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
         self._budget.record(outcome)
 
     # Training
@@ -258,14 +338,20 @@ class Loop:
         metrics |= published
         metrics["wait/data_seconds"] = waited
         metrics["train/update_seconds"] = report.ended - report.started
-        metrics |= await self._save(update, step)
+        save, evaluate = self._save_due(step), self._evaluation_due(step)
+        if save:
+            metrics |= await self._save(update, step)
+        metrics |= await self._take_snapshot(step, saved=save)
         await self._poll_engines()
         seconds = time.monotonic() - started
         metrics["data/epoch"] = float(groups[-1].prompt.epoch)
         metrics["throughput/tokens_per_second"] = metrics["tokens/generated_count"] / seconds
         metrics["throughput/trained_tokens_per_second"] = metrics["actor/tokens_count"] / seconds
         record = StepRecord(step=step, version=live + 1, seconds=seconds, metrics=metrics)
-        await self._finish(record, groups, tasks)
+        if self._evaluator is not None and evaluate:
+            self._begin_evaluation(self._evaluator, record, groups, tasks)
+        else:
+            await self._write(record, groups)
 
     async def _next_batch(self, step: int) -> list[RolloutGroup]:
         """The oldest groups, once they are complete.
@@ -275,6 +361,8 @@ class Loop:
                 wrote a token.
         """
         started = time.monotonic()
+        waits = not self._manager.batch_ready()
+        slots_free = self._gauge.fits(self._plan.sampling.n_samples)
         while not self._manager.batch_ready():
             try:
                 async with asyncio.timeout(self._plan.stall_seconds):
@@ -283,21 +371,38 @@ class Loop:
                 before = self._tokens_written
                 await self._poll_engines()
                 if self._tokens_written == before:
-                    raise StallError(self._stall_report(step)) from None
+                    raise self._stalled(step) from None
         self._recorder.span(SpanName.WAIT, started, time.monotonic(), CONTROLLER, step=step)
-        return self._manager.take()
+        batch = self._manager.take()
+        self._manager.lookahead.batch_taken(
+            waited=waits, slots_free=slots_free, finished=self._manager.finished_groups
+        )
+        return batch
 
-    def _stall_report(self, step: int) -> str:
-        now, pending = time.monotonic(), self._manager.pending
-        oldest = [
-            f"group {g} (row {self._stream.row_of(g) + 1}, admitted "
-            f"{now - self._admitted_at[g]:.0f} s ago)"
-            for g in pending[:8]
+    def report(self) -> str:
+        """What the run waits for: pending groups with their holders, and the stack of each task."""
+        groups = pending_text(self._pending_groups()) or "  no group"
+        tasks = task_stacks(asyncio.all_tasks())
+        return f"version {self._manager.live} is live; waiting for\n{groups}\ntasks\n{tasks}"
+
+    def _pending_groups(self) -> list[PendingGroup]:
+        now = time.monotonic()
+        return [
+            PendingGroup(
+                group_id=g,
+                row=self._stream.row_of(g),
+                age_seconds=now - self._admitted_at[g],
+                generating=self._engines[g].open_requests if g in self._engines else (),
+            )
+            for g in self._manager.pending
         ]
-        return (
+
+    def _stalled(self, step: int) -> StallError:
+        log.error("the run stalled: %s", self.report())
+        return StallError(
             f"step {step} has waited {self._plan.stall_seconds:g} s (rollout.stall_seconds) in "
-            f"which no token was written and no group ended; waiting for {len(pending)} groups: "
-            f"{', '.join(oldest)}"
+            f"which no token was written and no group ended; waiting for "
+            f"{len(self._manager.pending)} groups:\n{pending_text(self._pending_groups())}"
         )
 
     async def _update(
@@ -332,63 +437,96 @@ class Loop:
         self, groups: Sequence[RolloutGroup], step: int
     ) -> tuple[WeightUpdate, dict[str, float]]:
         """Bring the trainer's weights to every generator; the tickets end when they are live."""
-        begin = time.monotonic()
-        update = await self._trainer.publish()
-        published = time.monotonic()
-        await self._generator.stage(update)
-        staged = time.monotonic()
-        await self._settle_evaluation()
-        settled = time.monotonic()
-        pause = await self._generator.commit(update.version)
+        asked = time.monotonic()
+        await self._settle_evaluation()  # before the old weights are overwritten: it may need them
+        # A generator that is being replaced reads the old weights until the gate is ours.
+        async with self._weights_gate:
+            begin = time.monotonic()
+            update = await self._trainer.publish()
+            published = time.monotonic()
+            await self._generator.stage(update)
+            staged = time.monotonic()
+            pause = await self._generator.commit(update.version)
         # One turn of the loop: live version, ends of tickets and admission change together.
         start_version = self._manager.live
         self._manager.publish(update.version)
         self._recorder.trained(groups, step, start_version)
         for group in groups:
             del self._admitted_at[group.prompt.group_id]
+        self._drop_stale()
         self._changed.notify()
         committed = time.monotonic()
         self._recorder.span(SpanName.PUBLISH, begin, published, "trainer", step=step)
         self._recorder.span(SpanName.STAGE, published, staged, CONTROLLER, step=step)
-        self._recorder.span(SpanName.COMMIT, settled, committed, CONTROLLER, step=step)
+        self._recorder.span(SpanName.COMMIT, staged, committed, CONTROLLER, step=step)
         return update, {
             "train/publish_seconds": published - begin,
             "weights/stage_seconds": staged - published,
-            "weights/commit_seconds": committed - settled,
+            "weights/commit_seconds": committed - staged,
             "weights/bytes": float(update.nbytes),
-            "wait/eval_seconds": settled - staged,
+            "wait/eval_seconds": begin - asked,
             "generate/pause_seconds": pause,
         }
 
-    async def _save(self, update: WeightUpdate, step: int) -> dict[str, float]:
-        """Save the version just published when due; its buffer is free again when this returns."""
-        last = step == self._plan.steps
+    def _save_due(self, step: int) -> bool:
         due = self._cadence.save.due(step, self._epochs_done(step), time.monotonic())
-        if self._saver is None or not (due or (last and self._cadence.save_at_end)):
-            return {}
+        at_end = step == self._plan.steps and self._cadence.save_at_end
+        return self._saver is not None and (due or at_end)
+
+    async def _save(self, update: WeightUpdate, step: int) -> dict[str, float]:
+        """Save the version just published; its buffer is free again when this returns."""
+        assert self._saver is not None
         begin = time.monotonic()
         await self._saver.save(update, step=step)
         end = time.monotonic()
         self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
         return {"wait/save_seconds": end - begin}
 
+    async def _take_snapshot(self, step: int, *, saved: bool) -> dict[str, float]:
+        """When due, copy the trainer's state, and the controller's as of the same moment.
+
+        Any moment between two updates will do: what the ledger holds then, and the line, belong
+        together, and what follows is superseded if this snapshot is resumed from.
+        """
+        due = self._cadence.snapshot.due(step, self._epochs_done(step), time.monotonic())
+        if self._snapshots is None or not due:
+            return {}
+        begin = time.monotonic()
+        await self._snapshots.ready()
+        await self._snapshots.take(self._state(step, saved=saved))
+        end = time.monotonic()
+        self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
+        return {"wait/snapshot_seconds": end - begin}
+
+    def _state(self, step: int, *, saved: bool) -> RunState:
+        now, line = time.monotonic(), self._manager.position
+        return RunState(
+            step=step,
+            version=line.live,
+            attempt=self._recorder.attempt,
+            next_group_id=line.next_group,
+            open_groups=line.open_groups,
+            lookahead=line.lookahead,
+            counts=self._recorder.counts,
+            saved=saved,
+            save=self._cadence.save.state(now),
+            evaluate=self._cadence.evaluate.state(now),
+            snapshot=self._cadence.snapshot.state(now),
+        )
+
+    async def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
+        await self._recorder.write(record, groups)
+        if self._snapshots is not None:
+            await self._snapshots.recorded(record.step)
+
     def _epochs_done(self, step: int) -> int:
         return self._stream.epoch_of(GroupId(step * self._plan.groups_per_step))
 
     # Evaluation
 
-    async def _finish(
-        self, record: StepRecord, groups: Sequence[RolloutGroup], tasks: asyncio.TaskGroup
-    ) -> None:
-        """Write the step's record, or keep it until the evaluation of its version is there."""
-        last = record.step == self._plan.steps
-        due = self._cadence.evaluate.due(
-            record.step, self._epochs_done(record.step), time.monotonic()
-        )
-        if self._evaluator is not None and (due or (last and self._cadence.evaluate_at_end)):
-            self._begin_evaluation(self._evaluator, record, groups, tasks)
-        else:
-            await self._recorder.write(record, groups)
+    def _evaluation_due(self, step: int) -> bool:
+        due = self._cadence.evaluate.due(step, self._epochs_done(step), time.monotonic())
+        return due or (step == self._plan.steps and self._cadence.evaluate_at_end)
 
     def _begin_evaluation(
         self,
@@ -397,6 +535,7 @@ class Loop:
         groups: Sequence[RolloutGroup],
         tasks: asyncio.TaskGroup,
     ) -> None:
+        """Evaluate the live version; the step's record is kept until the result is there."""
         self._evaluation = _Evaluation(
             task=tasks.create_task(evaluator.run(self._manager.live), name="evaluation"),
             record=record,
@@ -423,7 +562,7 @@ class Loop:
             seconds=record.seconds or result.seconds,
             metrics={**record.metrics, **result.metrics()},
         )
-        await self._recorder.write(merged, evaluation.groups)
+        await self._write(merged, evaluation.groups)
 
     async def _poll_engines(self) -> None:
         """Collect every generator's spans and counters since the last poll."""
@@ -434,3 +573,14 @@ class Loop:
             written += stats.decode_tokens + stats.prefill_tokens
         self._tokens_written = written
         self._recorder.totals.settle(time.monotonic())
+
+
+def _position(start: RunState | None) -> Position:
+    if start is None:
+        return BEGINNING
+    return Position(
+        live=start.version,
+        next_group=start.next_group_id,
+        open_groups=start.open_groups,
+        lookahead=start.lookahead,
+    )

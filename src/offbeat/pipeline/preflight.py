@@ -17,11 +17,17 @@ from offbeat.data.columns import ColumnMap
 from offbeat.data.dataset import load_rows
 from offbeat.data.stream import PromptOptions, PromptStream
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import ConfigError, DataError, ModelError, PromptTooLong, RewardError, boundary
+from offbeat.errors import ConfigError, DataError, PromptTooLong, boundary
+from offbeat.generate.gateway.access import resolve_token
+from offbeat.model.check import check_folder, check_vocabulary
 from offbeat.pipeline.episodes import SamplingPlan, reward_called
 from offbeat.protocols import Workflow
 from offbeat.rollout.reward import AsyncRewardWrapper
-from offbeat.types import Prompt, Reward, SamplingParams, Scored
+from offbeat.rollout.reward_failures import TIMEOUT, raised_at
+from offbeat.rollout.reward_pool import RewardFailure
+from offbeat.rollout.reward_source import configured, load_order
+from offbeat.rollout.rlvr import reward_input
+from offbeat.types import Invalid, Prompt, Reward, SamplingParams, Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,37 +50,26 @@ class Inputs:
     total_groups: int
 
 
-def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
-    """Build the inputs of a run.
+def prepare(
+    cfg: RunConfig, *, reward_log: Path | None, reward_fn: Callable[..., object] | None = None
+) -> Inputs:
+    """Build the inputs of a run; ``reward_fn`` takes the place of the one that ``cfg`` names.
 
     Raises:
         ConfigError, DataError, ModelError: what cannot be used, and the way out.
     """
-    if not Path(cfg.model.path).is_dir():
-        raise ModelError(
-            f"model.path: there is no folder {cfg.model.path}; make a tiny model with `offbeat "
-            f"model init {cfg.model.path}`, import one with `offbeat model import FILE.gguf "
-            f"{cfg.model.path}`, or name another"
-        )
-    if not (Path(cfg.model.path) / "config.json").is_file():
-        raise ModelError(f"model.path: {cfg.model.path} has no config.json: not a model folder")
-    codec = TextCodec.open(cfg.model.path)
-    max_len = _max_len(cfg, codec)
+    resolve_token(cfg.gateway.host, cfg.gateway.token, key="gateway.")
+    codec, max_len = open_text(cfg)
+    _check_room("gconfig", cfg.gconfig, max_len)
     stream = open_stream(cfg, cfg.train_dataset, cfg.gconfig, codec, max_len, "train_dataset")
     first_prompt(stream)
     validation = None
     if cfg.valid_dataset is not None:
+        _check_room("eval_gconfig", cfg.eval_gconfig, max_len)
         validation = open_stream(
             cfg, cfg.valid_dataset, cfg.eval_gconfig, codec, max_len, "valid_dataset"
         )
-    reward = AsyncRewardWrapper(
-        cfg.rollout.reward_fn,
-        timeout_seconds=cfg.rollout.reward_timeout_seconds,
-        workers=cfg.rollout.reward_workers,
-        search_dir=cfg.plugin_dir,
-        log_path=reward_log,
-        on_call=reward_called,
-    )
+    reward = open_reward(cfg, reward_log, reward_fn)
     steps, total_groups = _length(cfg, len(stream))
     return Inputs(
         codec=codec,
@@ -82,11 +77,40 @@ def prepare(cfg: RunConfig, *, reward_log: Path | None) -> Inputs:
         validation=validation,
         workflow=open_workflow(cfg, reward),
         reward=reward,
-        sampling=_plan(cfg, cfg.gconfig, "rollout"),
-        eval_sampling=_plan(cfg, cfg.eval_gconfig, "eval"),
+        sampling=sampling_plan(cfg, cfg.gconfig, "rollout"),
+        eval_sampling=sampling_plan(cfg, cfg.eval_gconfig, "eval"),
         max_len=max_len,
         steps=steps,
         total_groups=total_groups,
+    )
+
+
+def open_text(cfg: RunConfig) -> tuple[TextCodec, int]:
+    """The tokenizer of ``model.path``, and the most tokens of prompt plus answer."""
+    folder = Path(cfg.model.path)
+    check_folder(folder)
+    codec = TextCodec.open(folder)
+    check_vocabulary(folder, codec.vocab_size)
+    return codec, _max_len(cfg, codec)
+
+
+def open_reward(
+    cfg: RunConfig, reward_log: Path | None, given: Callable[..., object] | None = None
+) -> AsyncRewardWrapper:
+    """The function ``given``, else what ``rollout.reward_fn`` names; loaded when it is first used.
+
+    Raises:
+        ConfigError: ``given`` cannot be sent to a reward process.
+    """
+    if given is not None:
+        load_order(given)
+    return AsyncRewardWrapper(
+        configured(cfg.rollout.reward_fn) if given is None else given,
+        timeout_seconds=cfg.rollout.reward_timeout_seconds,
+        workers=cfg.rollout.reward_workers,
+        search_dir=cfg.plugin_dir,
+        log_path=reward_log,
+        on_call=reward_called,
     )
 
 
@@ -147,18 +171,26 @@ async def try_reward(inputs: Inputs) -> tuple[Prompt, Reward]:
     Does the reward function load, and does it return a number?
 
     Raises:
-        RewardError: it does not; the message has the function's own error.
+        ConfigError: it does not; the message has the function's own error, a note its traceback.
     """
     prompt = first_prompt(inputs.stream)
     async with inputs.reward as reward:
-        outcome = await reward(prompt.text, "", prompt.token_ids.tolist(), [], **prompt.columns)
+        outcome = await reward.score(reward_input(prompt, "", []))
         if not isinstance(outcome, Scored):
-            trace = reward.first_error.traceback if reward.first_error is not None else ""
-            raise RewardError(
-                f"rollout.reward_fn on an empty answer to row {prompt.row + 1}: {outcome.reason}\n"
-                f"{trace}".rstrip()
-            )
+            raise _no_reward(prompt, outcome, reward.first_error)
     return prompt, outcome
+
+
+def _no_reward(prompt: Prompt, outcome: Invalid, failure: RewardFailure | None) -> ConfigError:
+    where = f"rollout.reward_fn: on an empty answer to row {prompt.row + 1}: "
+    if failure is None:
+        return ConfigError(f"{where}{outcome.reason}")
+    late = failure.error == TIMEOUT
+    way_out = "; make it faster, or raise rollout.reward_timeout_seconds" if late else ""
+    error = ConfigError(f"{where}{failure.reason}{raised_at(failure)}{way_out}")
+    if failure.traceback:
+        error.add_note(f"in the reward process:\n{failure.traceback.rstrip()}")
+    return error
 
 
 def first_prompt(stream: PromptStream) -> Prompt:
@@ -191,6 +223,14 @@ def _max_len(cfg: RunConfig, codec: TextCodec) -> int:
     return limit
 
 
+def _check_room(section: str, sampling: GenerationConfig, max_len: int) -> None:
+    if sampling.max_new_tokens >= max_len:
+        raise ConfigError(
+            f"{section}.max_new_tokens: {sampling.max_new_tokens} leaves no room for a prompt in "
+            f"the model's context of {max_len} tokens; lower it"
+        )
+
+
 def _length(cfg: RunConfig, rows: int) -> tuple[int, int]:
     """Steps and groups of the run."""
     g = cfg.train_dataset.batch_size
@@ -200,7 +240,8 @@ def _length(cfg: RunConfig, rows: int) -> tuple[int, int]:
     return -(-groups // g), groups
 
 
-def _plan(cfg: RunConfig, section: GenerationConfig, stream: str) -> SamplingPlan:
+def sampling_plan(cfg: RunConfig, section: GenerationConfig, stream: str) -> SamplingPlan:
+    """How answers are drawn; ``stream`` is rollout or eval."""
     return SamplingPlan(
         stream=stream,
         seed=cfg.seed,

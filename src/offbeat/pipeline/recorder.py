@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offbeat.checkpoint.snapshot import Counts
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.memory import process_tree_peaks
 from offbeat.observe.metrics import StepRecord, dropped_name
@@ -30,7 +31,6 @@ from offbeat.types import (
     GeneratorStats,
     GroupId,
     PolicyVersion,
-    Rollout,
     RolloutGroup,
     Scored,
     StepReport,
@@ -46,11 +46,21 @@ class Recorder:
         sinks: where step metrics go; closed at the end.
         ledger: ``run.db``, open; closed by whoever opened it.
         setup: what the summary's advice depends on; without it there is none.
+        earlier: step records of a resumed run that still hold.
+        counts: what it had counted for its next record.
     """
 
     def __init__(
-        self, run_dir: Path, sinks: SinkSet, ledger: Ledger, setup: RunSetup | None = None
+        self,
+        run_dir: Path,
+        sinks: SinkSet,
+        ledger: Ledger,
+        setup: RunSetup | None = None,
+        *,
+        earlier: Sequence[StepRecord] = (),
+        counts: Counts | None = None,
     ) -> None:
+        counts = counts or Counts()
         self._run_dir = run_dir
         self._sinks = sinks
         self._ledger = ledger
@@ -58,16 +68,37 @@ class Recorder:
         self._rollouts = RolloutLog(run_dir)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._writing: asyncio.Future[None] | None = None
-        self._dropped: dict[DropReason, int] = {}
-        self._admitted = 0
-        self.totals = RunTotals(time.monotonic(), setup=setup)
+        self._dropped: dict[DropReason, int] = dict(counts.dropped)
+        self._admitted = counts.admitted
+        self._restarts = counts.restarts
+        # Of rollouts that were trained on and are not written yet.
+        self._advantages: dict[tuple[GroupId, int], float] = {}
+        self.totals = RunTotals(time.monotonic(), earlier, setup=setup)
+
+    @property
+    def attempt(self) -> int:
+        """1 for a run that was never resumed."""
+        return self._ledger.attempt
+
+    @property
+    def counts(self) -> Counts:
+        """What was counted since the last call of ``step_metrics``."""
+        return Counts(admitted=self._admitted, dropped=dict(self._dropped), restarts=self._restarts)
 
     # Groups
 
-    def admitted(self, group_id: GroupId, epoch: int, row: int, version: PolicyVersion) -> None:
-        """A group joined the line."""
+    def admitted(
+        self,
+        group_id: GroupId,
+        epoch: int,
+        row: int,
+        version: PolicyVersion,
+        *,
+        again: bool = False,
+    ) -> None:
+        """A group joined the line; ``again`` after a restart, where it was counted before."""
         self._ledger.admit(group_id, epoch=epoch, row=row, admission_version=version)
-        self._admitted += 1
+        self._admitted += not again
 
     def dropped(
         self, group_id: GroupId, reason: DropReason, detail: str, generated_tokens: int
@@ -79,6 +110,10 @@ class Recorder:
     def trained(self, groups: Sequence[RolloutGroup], step: int, start: PolicyVersion) -> None:
         """The groups of a step were trained on."""
         self._ledger.step_trained([_tokens_of(g) for g in groups], step, start)
+
+    def restarted(self, name: str, why: str) -> None:
+        """A generator's process was lost and is being replaced."""
+        self._restarts += 1
 
     # Spans
 
@@ -115,16 +150,19 @@ class Recorder:
     ) -> dict[str, float]:
         """Metrics of a step from its groups and the trainer's report, under their names.
 
-        Counts of admitted and dropped groups are those since the last call.
+        Counts of groups admitted and dropped, and of restarts, are those since the last call.
         """
         dropped, self._dropped = self._dropped, {}
         admitted, self._admitted = self._admitted, 0
+        restarts, self._restarts = self._restarts, 0
+        self._advantages |= _advantages(groups, report)
         return {
             **report.metrics,
             **_group_metrics(groups, live),
             "groups/admitted_count": float(admitted),
             "groups/trained_count": float(len(groups)),
             "groups/dropped_count": float(sum(dropped.values())),
+            "generate/restarts_count": float(restarts),
             **{dropped_name(reason): float(n) for reason, n in dropped.items()},
         }
 
@@ -134,14 +172,23 @@ class Recorder:
         for pid, peak in process_tree_peaks().items():
             self.totals.add_rss(f"pid {pid}", peak)
         await self.flush()
+        places = [(g.prompt.group_id, r.sibling) for g in groups for r in g.rollouts]
+        advantages = {p: self._advantages.pop(p) for p in places if p in self._advantages}
         loop = asyncio.get_running_loop()
-        self._writing = loop.run_in_executor(self._disk, self._write, record, tuple(groups))
+        self._writing = loop.run_in_executor(
+            self._disk, self._write, record, tuple(groups), advantages
+        )
 
-    def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
+    def _write(
+        self,
+        record: StepRecord,
+        groups: Sequence[RolloutGroup],
+        advantages: Mapping[tuple[GroupId, int], float],
+    ) -> None:
         self._sinks.record(record)
         self._spans.flush()
         if groups:
-            self._rollouts.write(record.step, groups)
+            self._rollouts.write(record.step, groups, advantages)
 
     async def flush(self) -> None:
         """Wait until everything handed to ``write`` is on disk."""
@@ -174,14 +221,21 @@ class Recorder:
             self._sinks.close()
 
 
-def _tokens_of(group: RolloutGroup) -> TrainedGroup:
-    def written(rollouts: Sequence[Rollout]) -> int:
-        return sum(len(t.completion.token_ids) for r in rollouts for t in r.turns)
+def _advantages(
+    groups: Sequence[RolloutGroup], report: StepReport
+) -> dict[tuple[GroupId, int], float]:
+    """What the trainer reported of each valid rollout, which are its samples in the same order."""
+    if not report.advantages:
+        return {}
+    places = [(g.prompt.group_id, r.sibling) for g in groups for r in g.valid]
+    return dict(zip(places, report.advantages, strict=True))
 
+
+def _tokens_of(group: RolloutGroup) -> TrainedGroup:
     return TrainedGroup(
         group_id=group.prompt.group_id,
-        generated_tokens=written(group.rollouts),
-        trained_tokens=written(group.valid),
+        generated_tokens=sum(r.written_tokens for r in group.rollouts),
+        trained_tokens=sum(r.written_tokens for r in group.valid),
     )
 
 
@@ -189,7 +243,7 @@ def _group_metrics(groups: Sequence[RolloutGroup], live: PolicyVersion) -> dict[
     rollouts = [r for g in groups for r in g.rollouts]
     rewards = [r.reward.value for g in groups for r in g.valid if isinstance(r.reward, Scored)]
     completions = [t.completion for r in rollouts for t in r.turns]
-    lengths = [sum(len(t.completion.token_ids) for t in r.turns) for r in rollouts]
+    lengths = [r.written_tokens for r in rollouts]
     lags = [live - g.admission_version for g in groups]
     cut = [r.turns[-1].completion.stop_reason is StopReason.LENGTH for r in rollouts]
     mixed = [len(c.versions) > 0 and c.versions.min() != c.versions.max() for c in completions]

@@ -11,54 +11,91 @@ import contextlib
 import dataclasses
 import logging
 import os
-import tempfile
+import signal
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 
-from offbeat.checkpoint.saver import SaveMode, Saver, SaveSchedule
-from offbeat.config import EvaluatorConfig, RunConfig, SaverConfig, from_mapping, to_yaml
+from offbeat.checkpoint import snapshot
+from offbeat.checkpoint.background import SaveMode
+from offbeat.checkpoint.saver import Saver, SaveSchedule, ScheduleState
+from offbeat.checkpoint.snapshot import RunState, Snapshots
+from offbeat.config import (
+    ActorConfig,
+    EvaluatorConfig,
+    KVOnUpdate,
+    Lookahead,
+    NormLevel,
+    RecoverConfig,
+    RecoverMode,
+    RunConfig,
+    SaverConfig,
+    from_mapping,
+    to_yaml,
+)
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
     OffbeatError,
-    RewardError,
-    WorkerError,
     boundary,
     true_cause,
 )
 from offbeat.generate import client as generate_client
 from offbeat.generate.client import EngineInfo, GeneratorSpec, RemoteGenerator
+from offbeat.generate.gateway.access import listening, resolve_token
+from offbeat.generate.gateway.answers import Answers
+from offbeat.generate.gateway.http import Gateway, serve_gateway
+from offbeat.generate.healing import HealingGenerator, while_healing
 from offbeat.generate.router import Router
+from offbeat.launch.alive import while_alive
 from offbeat.launch.codec import encode
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.launch.scheduler import make_scheduler
+from offbeat.observe import liveness
+from offbeat.observe.console import console_sink
 from offbeat.observe.limits import RunSetup
-from offbeat.observe.sinks import ConsoleSink, JsonlSink, SinkSet
+from offbeat.observe.sinks import JsonlSink, SinkSet
 from offbeat.observe.summary import RunStatus, Summary
-from offbeat.pipeline.evaluate import EvalResult, Evaluator
+from offbeat.observe.trackers.kinds import check_installed
+from offbeat.observe.trackers.process import TrackerProcess, open_trackers
+from offbeat.pipeline.evaluate import Evaluator
 from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.loop import Cadence, Loop, LoopPlan
-from offbeat.pipeline.preflight import Inputs, prepare
+from offbeat.pipeline.no_signal import SignalRules
+from offbeat.pipeline.preflight import Inputs, open_reward, open_workflow, prepare
 from offbeat.pipeline.recorder import Recorder
-from offbeat.protocols import Sink
+from offbeat.pipeline.resume import (
+    Continuation,
+    continue_run,
+    is_unfinished,
+    named_after,
+    nothing_to_continue,
+    rewrite_config,
+    run_to_continue,
+    warn_of_other_machine,
+)
+from offbeat.pipeline.snapshots import SnapshotTaker
+from offbeat.pipeline.staleness import Policy
+from offbeat.protocols import Generator, Sink
+from offbeat.rollout.reward_given import record
 from offbeat.train import client as train_client
-from offbeat.train.client import RemoteTrainer, TrainerSpec
-from offbeat.types import PolicyVersion
+from offbeat.train.client import RemoteTrainer, Restore, TrainerSpec
 
 log = logging.getLogger(__name__)
 
 UPDATE_TIMEOUT_SECONDS = 3600.0
 """Longest time one update may take before the trainer counts as hung."""
 
+CLOCK_NAMES = 1000
+"""Runs of one experiment that may be named in the same second."""
+
 SMALL_MODEL_BYTES = 50_000_000
 """Below this size of the weights a matrix product is too small to share: a second thread costs more
 than it gives, and many times as much when another process wants the core.
 """
-
-DEATH_NOTICE_SECONDS = 0.5
-"""After a failed call, how long to look for the worker whose death caused it."""
 
 
 class PPOTrainer:
@@ -70,28 +107,84 @@ class PPOTrainer:
         >>> summary.eval.last
     """
 
-    def __init__(self, cfg: RunConfig, inputs: Inputs, run_dir: Path) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        inputs: Inputs,
+        run_dir: Path,
+        *,
+        clock_name: bool = False,
+        reward_fn: Callable[..., object] | None = None,
+        resume: bool = False,
+    ) -> None:
         self.cfg = cfg
         self.run_dir = run_dir
         self.inputs = inputs
+        self._clock_name = clock_name
+        self._reward_fn = reward_fn
+        self._resume = resume
 
     @classmethod
-    def from_config(cls, cfg: RunConfig | Mapping[str, object]) -> PPOTrainer:
+    def from_config(
+        cls,
+        cfg: RunConfig | Mapping[str, object],
+        *,
+        reward_fn: Callable[..., object] | None = None,
+        resume: bool = False,
+    ) -> PPOTrainer:
         """Check ``cfg`` and what it names: model folder, data, workflow.
 
         Nothing is started or written yet.
 
+        Args:
+            cfg: the configuration, or its keys as plain data.
+            reward_fn: takes the place of ``rollout.reward_fn``, which may then be left out of a
+                mapping. Lambdas and closures work if what they hold can be pickled. The run's
+                ``config.yaml`` records that there was one, and refuses to be run by itself.
+            resume: continue the run of ``cfg.trial_name``, or without one the newest of the
+                experiment; ``recover.mode: auto`` does so where there is one.
+
         Raises:
             ConfigError, DataError, ModelError: what cannot be used, and the way out.
         """
+        if reward_fn is not None:
+            cfg = record(cfg, reward_fn)
         if not isinstance(cfg, RunConfig):
             cfg = from_mapping(cfg, "the mapping given")
-        cfg = dataclasses.replace(cfg, trial_name=cfg.trial_name or time.strftime("%Y%m%d-%H%M%S"))
-        run_dir = free_run_dir(cfg)
-        return cls(cfg, prepare(cfg, reward_log=run_dir / "logs" / "rewards.log"), run_dir)
+        begun = None
+        if resume or cfg.recover.mode is RecoverMode.AUTO:
+            begun = run_to_continue(cfg)
+        if resume and begun is None:
+            raise nothing_to_continue(cfg)
+        clock_name = begun is None and cfg.trial_name is None
+        if clock_name:
+            cfg = named_by_clock(cfg)
+        run_dir = begun or free_run_dir(cfg)
+        if begun is not None:
+            cfg = named_after(cfg, begun)
+        check_installed(cfg.stats_logger)
+        inputs = prepare(cfg, reward_log=_reward_log(run_dir), reward_fn=reward_fn)
+        return cls(
+            cfg,
+            inputs,
+            run_dir,
+            clock_name=clock_name,
+            reward_fn=reward_fn,
+            resume=begun is not None,
+        )
 
     def run(self) -> Summary:
-        """Train to the end and return the summary; ``arun`` is for a running event loop."""
+        """Train to the end and return the summary; ``arun`` is for a running event loop.
+
+        Raises:
+            OffbeatError: what ended the run, or that an event loop is running here already.
+        """
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise OffbeatError(
+                "PPOTrainer.run() was called where an event loop is running already, as in a "
+                "notebook: write `await trainer.arun()` instead"
+            )
         return asyncio.run(self.arun())
 
     async def arun(self) -> Summary:
@@ -100,28 +193,73 @@ class PPOTrainer:
         Raises:
             OffbeatError: what ended the run; the summary says ``failed`` and why.
         """
-        with boundary(CheckpointError, f"creating the run directory {self.run_dir}"):
-            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            # "x": of two runs that start in the same second under the same name, one is refused.
-            with (self.run_dir / "config.yaml").open("x", encoding="utf-8") as file:
-                file.write(to_yaml(self.cfg))
-        with contextlib.closing(Ledger.open(self.run_dir / "run.db")) as ledger:
+        while not (self._resume or self._claim_run_dir()):
+            self._take_another_name()
+        with (
+            liveness.held(self.run_dir),
+            contextlib.closing(Ledger.open(self.run_dir / "run.db")) as ledger,
+        ):
             setup = RunSetup.of(self.cfg, usable_cores(self.cfg.model.path))
-            sinks = SinkSet(self._sinks())
-            async with Recorder(self.run_dir, sinks, ledger, setup) as recorder:
+            begun = self._continue(ledger) if self._resume else Continuation()
+            trackers = open_trackers(self.cfg.stats_logger, self.run_dir)
+            sinks = SinkSet([*self._sinks(), *trackers])
+            counts = None if begun.state is None else begun.state.counts
+            async with Recorder(
+                self.run_dir, sinks, ledger, setup, earlier=begun.earlier, counts=counts
+            ) as recorder:
                 try:
                     with boundary(OffbeatError, "unexpected error"):
-                        await self._train(recorder)
+                        await self._train(recorder, begun)
                 except (asyncio.CancelledError, KeyboardInterrupt):
-                    self._conclude(recorder, RunStatus.INTERRUPTED)
+                    self._conclude(recorder, trackers, RunStatus.INTERRUPTED)
                     raise
                 except OffbeatError as exc:
-                    self._conclude(recorder, RunStatus.FAILED, f"{type(exc).__name__}: {exc}")
+                    why = f"{type(exc).__name__}: {exc}"
+                    self._conclude(recorder, trackers, RunStatus.FAILED, why)
                     raise
-                return self._conclude(recorder, RunStatus.COMPLETED)
+                return self._conclude(recorder, trackers, RunStatus.COMPLETED)
 
-    def _conclude(self, recorder: Recorder, status: RunStatus, error: str | None = None) -> Summary:
+    def _claim_run_dir(self) -> bool:
+        """Make the run directory; False when another run has just made it and the clock named both.
+
+        Only one run can create ``config.yaml``. A name that somebody chose is refused instead.
+        """
+        with boundary(CheckpointError, f"fileroot: creating the run directory {self.run_dir}"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                with (self.run_dir / "config.yaml").open("x", encoding="utf-8") as file:
+                    file.write(to_yaml(self.cfg))
+            except FileExistsError:
+                if not self._clock_name:
+                    raise
+                return False
+            (self.run_dir / "logs").mkdir(exist_ok=True)
+        return True
+
+    def _continue(self, ledger: Ledger) -> Continuation:
+        (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
+        rewrite_config(self.cfg, self.run_dir, ledger.attempt)
+        return continue_run(self.run_dir, ledger)
+
+    def _take_another_name(self) -> None:
+        taken, self.cfg = self.run_dir, named_by_clock(self.cfg)
+        self.run_dir = free_run_dir(self.cfg)
+        reward = open_reward(self.cfg, _reward_log(self.run_dir), self._reward_fn)
+        self.inputs = dataclasses.replace(
+            self.inputs, reward=reward, workflow=open_workflow(self.cfg, reward)
+        )
+        log.warning("another run has taken %s; the folder of this one is %s", taken, self.run_dir)
+
+    def _conclude(
+        self,
+        recorder: Recorder,
+        trackers: Sequence[TrackerProcess],
+        status: RunStatus,
+        error: str | None = None,
+    ) -> Summary:
         """Write ``summary.json``; a run that went well does not fail for want of it."""
+        for tracker in trackers:
+            tracker.conclude(status, error)
         summary = recorder.summary(status, error)
         try:
             summary.write(self.run_dir / "summary.json")
@@ -132,44 +270,91 @@ class PPOTrainer:
     def _sinks(self) -> list[Sink]:
         sinks: list[Sink] = [JsonlSink(self.run_dir / "metrics.jsonl")]
         if self.cfg.stats_logger.console:
-            sinks.append(ConsoleSink(total_steps=self.inputs.steps))
+            title = f"{self.cfg.experiment_name}/{self.run_dir.name}"
+            sinks.append(console_sink(total_steps=self.inputs.steps, title=title))
         return sinks
 
-    async def _train(self, recorder: Recorder) -> None:
+    async def _train(self, recorder: Recorder, begun: Continuation) -> None:
         """Start what the run needs, run the loop, end everything in reverse order."""
         async with AsyncExitStack() as stack:
+            door = stack.enter_context(self._door())
             # The reward function first: it fails fastest, and a run without rewards is no run.
             await stack.enter_async_context(self.inputs.reward)
             scheduler = make_scheduler(self.cfg.scheduler.type.value, self.run_dir / "logs")
             await stack.enter_async_context(scheduler)
-            trainer, *generators = await _start_all(
-                scheduler, [self._trainer_spec(), *self._generator_specs()]
-            )
-            replicas = {
-                w.name: await stack.enter_async_context(self._generator(w)) for w in generators
-            }
-            _report_engine(await replicas[generators[0].name].info())
+            specs = self._generator_specs()
+            trainer, *workers = await start_all(scheduler, [self._trainer_spec(begun), *specs])
+            remote = RemoteTrainer(trainer, update_timeout=UPDATE_TIMEOUT_SECONDS)
+            if begun.snapshot is not None:
+                now = await remote.environment()
+                warn_of_other_machine(begun.snapshot.state.environment, now)
+            weights_gate = asyncio.Lock()
+            generators = [
+                await stack.enter_async_context(
+                    self._healing(worker, spec, scheduler, weights_gate, recorder)
+                )
+                for worker, spec in zip(workers, specs, strict=True)
+            ]
+            replicas = {g.name: g for g in generators}
+            _report_engine(await generators[0].info())
             saver = await self._saver()
             if saver is not None:
                 await stack.enter_async_context(saver)
-            loop = self._loop(recorder, trainer, replicas, saver)
-            async with _while_alive([trainer, *generators]):
-                await loop.run()
+            snapshots = None
+            if not self._schedule(self.cfg.recover).is_off:
+                written = await stack.enter_async_context(self._snapshots())
+                snapshots = SnapshotTaker(written, remote, recorder)
+            router = Router(generators)
+            if door is not None:
+                await stack.enter_async_context(self._gateway(router, door))
+            loop = self._loop(
+                recorder, remote, replicas, router, saver, snapshots, weights_gate, begun.state
+            )
+            async with while_alive([trainer]), while_healing(generators):
+                with _on_signal(signal.SIGUSR1, lambda: log.warning("asked: %s", loop.report())):
+                    await loop.run()
 
-    async def evaluate(self) -> EvalResult:
-        """Evaluate the model as it was loaded, without training. Needs a validation set."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.inputs.reward)
-            scheduler = make_scheduler(self.cfg.scheduler.type.value, self.run_dir)
-            await stack.enter_async_context(scheduler)
-            generators = await _start_all(scheduler, self._generator_specs())
-            replicas = [await stack.enter_async_context(self._generator(w)) for w in generators]
-            evaluator = self._evaluator(Router(replicas))
-            async with _while_alive(generators):
-                return await evaluator.run(PolicyVersion(0))
+    def _healing(
+        self,
+        worker: WorkerHandle,
+        spec: WorkerSpec,
+        scheduler: Scheduler,
+        weights_gate: asyncio.Lock,
+        recorder: Recorder,
+    ) -> HealingGenerator:
+        c = self.cfg.generator
+        return HealingGenerator(
+            worker,
+            spec,
+            scheduler,
+            gate=weights_gate,
+            request_timeout=self.cfg.rollout.request_timeout_seconds,
+            heartbeat_seconds=c.heartbeat_seconds,
+            max_restarts=c.max_restarts,
+            on_restart=recorder.restarted,
+        )
 
-    def _trainer_spec(self) -> WorkerSpec:
-        cfg = self.cfg
+    def _door(self) -> AbstractContextManager[socket.socket | None]:
+        """The gateway's socket, taken before anything starts; None when there is no gateway."""
+        c = self.cfg.gateway
+        return nullcontext() if c.port is None else listening(c.host, c.port, key="gateway.")
+
+    @asynccontextmanager
+    async def _gateway(self, router: Router, door: socket.socket) -> AsyncIterator[None]:
+        """Answer questions at ``door`` with the live weights."""
+        c, name = self.cfg.gateway, self.cfg.experiment_name
+        gateway = Gateway(
+            Answers(router, codec=self.inputs.codec, max_len=self.inputs.max_len),
+            name=name,
+            token=resolve_token(c.host, c.token, key="gateway."),
+            version=lambda: router.version,
+        )
+        async with serve_gateway(gateway, door) as url:
+            log.info("the model answers while it trains: %s, model %s", url, name)
+            yield
+
+    def _trainer_spec(self, begun: Continuation) -> WorkerSpec:
+        cfg, found = self.cfg, begun.snapshot
         spec = TrainerSpec(
             model_path=cfg.model.path,
             dtype=cfg.model.dtype,
@@ -180,6 +365,13 @@ class PPOTrainer:
             total_steps=self.inputs.steps,
             actor=cfg.actor,
             onednn_linears=cfg.model.onednn_linears,
+            restore=None
+            if found is None
+            else Restore(
+                path=str(found.tensors),
+                version=found.state.run.version,
+                optimizer_steps=found.state.optimizer_steps,
+            ),
         )
         return WorkerSpec(
             name="trainer",
@@ -189,27 +381,8 @@ class PPOTrainer:
         )
 
     def _generator_specs(self) -> list[WorkerSpec]:
-        cfg = self.cfg
-        spec = GeneratorSpec(
-            model_path=cfg.model.path,
-            dtype=cfg.generator.dtype or cfg.model.dtype,
-            device=cfg.model.device,
-            slots=cfg.generator.slots,
-            max_len=self.inputs.max_len,
-            onednn_linears=cfg.model.onednn_linears,
-        )
-        return [
-            WorkerSpec(
-                name=f"generator-{i}",
-                target=generate_client.TARGET,
-                payload=encode(spec),
-                threads=cfg.generator_threads(usable_cores(cfg.model.path)),
-            )
-            for i in range(cfg.generator.replicas)
-        ]
-
-    def _generator(self, worker: WorkerHandle) -> RemoteGenerator:
-        return RemoteGenerator(worker, request_timeout=self.cfg.rollout.request_timeout_seconds)
+        threads = self.cfg.generator_threads(usable_cores(self.cfg.model.path))
+        return generator_specs(self.cfg, self.inputs.max_len, threads)
 
     async def _saver(self) -> Saver | None:
         c = self.cfg.saver
@@ -222,15 +395,21 @@ class PPOTrainer:
             keep_last=c.keep_last,
         )
 
+    def _snapshots(self) -> Snapshots:
+        return Snapshots(self.run_dir / snapshot.FOLDER, keep=self.cfg.recover.keep)
+
     def _loop(
         self,
         recorder: Recorder,
-        trainer: WorkerHandle,
-        replicas: Mapping[str, RemoteGenerator],
+        trainer: RemoteTrainer,
+        replicas: Mapping[str, Generator],
+        router: Router,
         saver: Saver | None,
+        snapshots: SnapshotTaker | None,
+        weights_gate: asyncio.Lock,
+        start: RunState | None,
     ) -> Loop:
         cfg, inputs = self.cfg, self.inputs
-        router = Router(list(replicas.values()))
         evaluator = self._evaluator(router) if inputs.validation is not None else None
         plan = LoopPlan(
             steps=inputs.steps,
@@ -242,26 +421,36 @@ class PPOTrainer:
             max_failure_rate=cfg.rollout.max_failure_rate,
             max_consecutive_failures=cfg.rollout.max_consecutive_failures,
             stall_seconds=cfg.rollout.stall_seconds,
+            signal=_signal_rules(cfg.actor),
+            policy=Policy(cfg.rollout.policy.value),
+            adaptive_lookahead=cfg.rollout.lookahead is Lookahead.ADAPTIVE,
+            group_deadline_seconds=cfg.rollout.group_deadline_seconds,
+            dynamic_sampling=cfg.rollout.dynamic_sampling,
+            max_groups_without_signal=cfg.rollout.max_groups_without_signal,
         )
         cadence = Cadence(
-            evaluate=self._schedule(cfg.evaluator),
+            evaluate=self._schedule(cfg.evaluator, None if start is None else start.evaluate),
             evaluate_at_start=cfg.evaluator.at_start,
             evaluate_at_end=cfg.evaluator.at_end,
-            save=self._schedule(cfg.saver),
+            save=self._schedule(cfg.saver, None if start is None else start.save),
             save_at_end=cfg.saver.at_end,
+            snapshot=self._schedule(cfg.recover, None if start is None else start.snapshot),
         )
         return Loop(
             plan,
             cadence,
             generator=router,
             replicas=replicas,
-            trainer=RemoteTrainer(trainer, update_timeout=UPDATE_TIMEOUT_SECONDS),
+            trainer=trainer,
             workflow=inputs.workflow,
             stream=inputs.stream,
             codec=inputs.codec,
             recorder=recorder,
             evaluator=evaluator,
             saver=saver,
+            weights_gate=weights_gate,
+            snapshots=snapshots,
+            start=start,
         )
 
     def _evaluator(self, generator: Router) -> Evaluator:
@@ -276,46 +465,121 @@ class PPOTrainer:
             concurrency=self.cfg.max_concurrent_rollouts,
         )
 
-    def _schedule(self, section: SaverConfig | EvaluatorConfig) -> SaveSchedule:
+    def _schedule(
+        self,
+        section: SaverConfig | EvaluatorConfig | RecoverConfig,
+        since: ScheduleState | None = None,
+    ) -> SaveSchedule:
         return SaveSchedule(
             freq_steps=section.freq_steps,
             freq_epochs=section.freq_epochs,
             freq_secs=section.freq_secs,
             now=time.monotonic(),
+            since=since,
         )
 
 
+@contextlib.contextmanager
+def _on_signal(number: signal.Signals, call: Callable[[], None]) -> Iterator[None]:
+    """Call it when the signal comes; outside of the main thread, where none comes, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(number, call)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(number)
+
+
+def _signal_rules(actor: ActorConfig) -> SignalRules:
+    return SignalRules(
+        group_baseline=actor.reward_norm.mean_level is NormLevel.GROUP,
+        truncated_count=not (actor.exclude_truncated or actor.mask_no_eos_with_zero),
+    )
+
+
 def free_run_dir(cfg: RunConfig) -> Path:
-    """The folder of a run that has a name. Raises ConfigError when something is in it."""
-    run_dir = Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
-    if cfg.trial_name is not None and run_dir.exists() and any(run_dir.iterdir()):
+    """The folder of a run that has a name.
+
+    Raises:
+        ConfigError: something is in it, or it cannot be made.
+    """
+    run_dir = _run_dir(cfg)
+    _check_can_be_made(run_dir)
+    if cfg.trial_name is not None and _is_taken(run_dir):
+        goes_on = "; it was not finished: --resume continues it" if is_unfinished(run_dir) else ""
         raise ConfigError(
             f"trial_name: {run_dir} holds a run already; choose another trial_name, or leave it "
-            "out to have one made from the clock"
+            f"out to have one made from the clock{goes_on}"
         )
     return run_dir
 
 
-async def evaluate_once(cfg: RunConfig) -> EvalResult:
-    """Evaluate ``cfg.model`` on ``cfg.valid_dataset``, with generators only.
+def _check_can_be_made(run_dir: Path) -> None:
+    """As far as that can be known without making it."""
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not there.is_dir():
+        problem = f"{there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"{there} cannot be written to"
+    else:
+        return
+    raise ConfigError(
+        f"fileroot: the run folder {run_dir} cannot be made: {problem}; choose another fileroot"
+    )
 
-    Writes nothing but logs, to a scratch folder.
 
-    Raises:
-        ConfigError: there is no validation set.
-        RewardError: not one reward could be computed.
-    """
-    if cfg.valid_dataset is None:
-        raise ConfigError("valid_dataset: there is none to evaluate on; add one")
-    with tempfile.TemporaryDirectory(prefix="offbeat-eval-") as scratch:
-        inputs = prepare(cfg, reward_log=Path(scratch) / "rewards.log")
-        trainer = PPOTrainer(cfg, inputs, Path(scratch))
-        result = await trainer.evaluate()
-    if not result.valid_fraction:
-        first = inputs.reward.first_error
-        why = f"; the first: {first.reason}" if first is not None else ""
-        raise RewardError(f"none of the {result.samples} answers has a valid reward{why}")
-    return result
+def named_by_clock(cfg: RunConfig) -> RunConfig:
+    """``cfg`` with a trial name from the clock, with -2, -3, ... where a run has that one."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, CLOCK_NAMES + 1))):
+        named = dataclasses.replace(cfg, trial_name=stamp + suffix)
+        if not _is_taken(_run_dir(named)):
+            return named
+    raise ConfigError(
+        f"trial_name: {CLOCK_NAMES} runs of {cfg.experiment_name} began in this second; set it"
+    )
+
+
+def _run_dir(cfg: RunConfig) -> Path:
+    return Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
+
+
+def _is_taken(run_dir: Path) -> bool:
+    return run_dir.exists() and any(run_dir.iterdir())
+
+
+def _reward_log(run_dir: Path) -> Path:
+    return run_dir / "logs" / "rewards.log"
+
+
+def generator_specs(cfg: RunConfig, max_len: int, threads: int) -> list[WorkerSpec]:
+    """The generators of ``cfg.model``, each with so many CPU threads."""
+    spec = GeneratorSpec(
+        model_path=cfg.model.path,
+        dtype=cfg.generator.dtype or cfg.model.dtype,
+        device=cfg.model.device,
+        slots=cfg.generator.slots,
+        max_len=max_len,
+        onednn_linears=cfg.model.onednn_linears,
+        recompute_kv=cfg.generator.kv_on_update is KVOnUpdate.RECOMPUTE,
+    )
+    return [
+        WorkerSpec(
+            name=f"generator-{i}",
+            target=generate_client.TARGET,
+            payload=encode(spec),
+            threads=threads,
+        )
+        for i in range(cfg.generator.replicas)
+    ]
+
+
+def open_generator(cfg: RunConfig, worker: WorkerHandle) -> RemoteGenerator:
+    """The controller's end of a generator that was started."""
+    return RemoteGenerator(worker, request_timeout=cfg.rollout.request_timeout_seconds)
 
 
 def usable_cores(model_dir: str) -> int:
@@ -324,7 +588,7 @@ def usable_cores(model_dir: str) -> int:
     return 1 if weights < SMALL_MODEL_BYTES else len(os.sched_getaffinity(0))
 
 
-async def _start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
+async def start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
     """Start the workers at the same time; in the order of ``specs``."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -345,44 +609,3 @@ def _report_engine(info: EngineInfo) -> None:
         "" if info.threads == 1 else "s",
         "bit for bit" if info.bitwise else f"to {info.max_error:.0e} nats",
     )
-
-
-@asynccontextmanager
-async def _while_alive(workers: Sequence[WorkerHandle]) -> AsyncIterator[None]:
-    """Cancel the block when a worker ends, also one of which the block asks nothing at the moment.
-
-    Raises:
-        WorkerError: names each worker that has ended; their deaths explain what the block raised.
-    """
-
-    async def watch(worker: WorkerHandle) -> None:
-        raise WorkerError(await worker.wait())
-
-    try:
-        async with asyncio.TaskGroup() as watching:
-            watchers = [watching.create_task(watch(w)) for w in workers]
-            yield
-            for watcher in watchers:
-                watcher.cancel()
-    except BaseExceptionGroup as errors:
-        cause = true_cause(errors)
-        if isinstance(cause, OffbeatError):
-            await _blame_the_dead(workers, cause)
-        raise cause from errors
-
-
-async def _blame_the_dead(workers: Sequence[WorkerHandle], error: OffbeatError) -> None:
-    """Raise WorkerError naming each worker that has ended, if any: that explains ``error``."""
-
-    async def death(worker: WorkerHandle) -> str | None:
-        try:
-            async with asyncio.timeout(DEATH_NOTICE_SECONDS):
-                return await worker.wait()
-        except TimeoutError:
-            return None
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(death(w)) for w in workers]
-    deaths = [d for t in tasks if (d := t.result()) is not None]
-    if deaths:
-        raise WorkerError("; ".join(deaths)) from error

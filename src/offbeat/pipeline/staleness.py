@@ -4,18 +4,35 @@ Owns the tickets, the live policy version and the order of training. Knows no ta
 or weights: the loop feeds it and asks it. docs/design/staleness.md has the proof.
 
 A ticket is one group's place in line. At most ``L = (η + 1)·g`` are open (η = ``max_staleness``,
-g = groups per step). A batch is the g oldest tickets, in admission order; a dropped ticket leaves
-the line and its replacement joins at the end. The tickets of a batch end when the version it
-produced is live: were they ended earlier, a group could train η + 1 versions late.
+g = groups per step). The tickets of a batch end when the version it produced is live: were they
+ended earlier, a group could train η + 1 versions late. Which groups make a batch is the ``Policy``:
+
+    pace   the g oldest tickets, once all of them are delivered; the bound follows, nothing is
+           thrown away, and the answers trained on are those that were asked for
+    drop   the first g that are delivered and not too late; a group that is must be dropped and is
+           replaced, so whoever answers slowly is trained on less
+
+In both a dropped ticket leaves the line and its replacement joins at the end.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 
 from offbeat.errors import StaleBatchError
+from offbeat.pipeline.lookahead import Lookahead
 from offbeat.types import GroupId, PolicyVersion, RolloutGroup
+
+
+class Policy(StrEnum):
+    """Which groups make a batch: the oldest, or the first that are ready in time."""
+
+    PACE = "pace"
+    DROP = "drop"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +44,23 @@ class Ticket:
     group: RolloutGroup | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the line stands between two updates: what a resumed run continues from.
+
+    ``open_groups``, oldest first, are admitted again before ``next_group``, which never was.
+    ``lookahead``: see ``Lookahead``.
+    """
+
+    live: PolicyVersion
+    next_group: GroupId
+    open_groups: tuple[GroupId, ...]
+    lookahead: int
+
+
+BEGINNING = Position(live=PolicyVersion(0), next_group=GroupId(0), open_groups=(), lookahead=0)
+
+
 class StalenessManager:
     """Admission and batching under a bound on the version lag.
 
@@ -35,12 +69,25 @@ class StalenessManager:
         groups_per_step: g ≥ 1.
         total_groups: groups of the run; admission stops when the open tickets cover what is left,
             so nothing is in flight at the end, and only the last batch may be short.
+        policy: which groups make a batch.
+        adaptive_lookahead: open no more tickets than the trainer needs; see ``Lookahead``.
+        start: where a resumed run stood. Its open groups get new tickets, stamped with the restored
+            version and under the same bound: a restart admits no burst.
 
     Example (η = 0, g = 1): admit 0 · deliver 0 · take [0] · nothing may be admitted · publish 1 ·
     admit 1 · …
     """
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, total_groups: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        total_groups: int,
+        policy: Policy = Policy.PACE,
+        adaptive_lookahead: bool = False,
+        start: Position = BEGINNING,
+    ) -> None:
         if max_staleness < 0 or groups_per_step < 1 or total_groups < 1:
             raise ValueError(
                 f"max_staleness {max_staleness} must be ≥ 0, groups_per_step {groups_per_step} and "
@@ -48,11 +95,20 @@ class StalenessManager:
             )
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
-        self._left = total_groups
+        self._left = total_groups - min(total_groups, start.live * groups_per_step)
+        self._policy = policy
+        self.lookahead = Lookahead(
+            groups_per_step=groups_per_step,
+            max_open=self.max_open,
+            adaptive=adaptive_lookahead,
+            start=start.lookahead,
+        )
         self._line: dict[GroupId, Ticket] = {}
+        self._completed: dict[GroupId, Ticket] = {}
         self._training: dict[GroupId, Ticket] = {}
-        self._next = GroupId(0)
-        self.live = PolicyVersion(0)
+        self._again = deque(start.open_groups)
+        self._next = start.next_group
+        self.live = start.live
 
     @property
     def max_open(self) -> int:
@@ -70,6 +126,16 @@ class StalenessManager:
         return (*self._training, *self._line)
 
     @property
+    def position(self) -> Position:
+        """Where the line stands; ask between an update's publication and the next ``take``."""
+        return Position(
+            live=self.live,
+            next_group=self._next,
+            open_groups=(*self.open_groups, *self._again),
+            lookahead=self.lookahead.limit,
+        )
+
+    @property
     def pending(self) -> tuple[GroupId, ...]:
         """Admitted groups that were not delivered yet, oldest first."""
         return tuple(t.group_id for t in self._line.values() if t.group is None)
@@ -80,32 +146,52 @@ class StalenessManager:
         return self._left == 0
 
     def may_admit(self) -> bool:
-        """Whether one more ticket keeps the bound and is still needed."""
-        return self.open_tickets < min(self.max_open, self._left)
+        """Whether one more ticket keeps the bound, is still needed, and is not too far ahead."""
+        return self.open_tickets < min(self.lookahead.limit, self._left)
 
     def admit(self) -> Ticket:
         """Open the next ticket, stamped with the live version."""
         if not self.may_admit():
             raise RuntimeError(
-                f"no ticket to give: {self.open_tickets} of {self.max_open} are open, "
+                f"no ticket to give: {self.open_tickets} of {self.lookahead.limit} are open, "
                 f"{self._left} groups are left"
             )
-        ticket = Ticket(group_id=self._next, admission_version=self.live)
-        self._next = GroupId(self._next + 1)
+        ticket = Ticket(group_id=self._next_group(), admission_version=self.live)
         self._line[ticket.group_id] = ticket
         return ticket
 
+    def _next_group(self) -> GroupId:
+        if self._again:
+            return self._again.popleft()
+        group_id, self._next = self._next, GroupId(self._next + 1)
+        return group_id
+
     def deliver(self, group_id: GroupId, group: RolloutGroup) -> None:
         """The group's rollouts are complete."""
-        self._line[group_id].group = group
+        ticket = self._line[group_id]
+        ticket.group = group
+        self._completed[group_id] = ticket
 
     def drop(self, group_id: GroupId) -> None:
         """The group leaves the line without training; a replacement may be admitted."""
         del self._line[group_id]
+        self._completed.pop(group_id, None)
+
+    @property
+    def finished_groups(self) -> int:
+        """Groups that are complete and wait for their batch."""
+        return len(self._completed)
+
+    def stale(self) -> Mapping[GroupId, RolloutGroup]:
+        """Complete groups that are too late to train: drop them. ``pace`` lets none become so."""
+        if self._policy is Policy.PACE:
+            return {}
+        late = (t for t in self._completed.values() if not self._in_time(t))
+        return {t.group_id: t.group for t in late if t.group is not None}
 
     def batch_ready(self) -> bool:
-        """Whether the oldest g tickets (what is left, at the end) are all delivered."""
-        return len(self._delivered()) == self._batch_size()
+        """Whether the next batch (g groups, or what is left at the end) is complete."""
+        return len(self._next_batch()) == self._batch_size()
 
     def take(self) -> list[RolloutGroup]:
         """The next batch, in admission order; its tickets stay open until ``publish``.
@@ -114,17 +200,17 @@ class StalenessManager:
             StaleBatchError: a group of the batch was admitted more than ``max_staleness`` versions
                 ago.
         """
-        groups = self._delivered()
-        if self._training or len(groups) != self._batch_size():
+        batch = self._next_batch()
+        if self._training or len(batch) != self._batch_size():
             raise RuntimeError(
-                f"no batch to take: {len(self._training)} groups are in training, {len(groups)} of "
-                f"the oldest {self._batch_size()} are delivered"
+                f"no batch to take: {len(self._training)} groups are in training, {len(batch)} of "
+                f"the next {self._batch_size()} are delivered"
             )
-        batch = self._oldest()
         for ticket in batch:
             self._check_lag(ticket)
+            del self._completed[ticket.group_id]
         self._training = {t.group_id: self._line.pop(t.group_id) for t in batch}
-        return groups
+        return [t.group for t in batch if t.group is not None]
 
     def publish(self, version: PolicyVersion) -> None:
         """``version`` is live on every generator: the tickets of its batch end.
@@ -140,15 +226,20 @@ class StalenessManager:
     def _batch_size(self) -> int:
         return min(self._groups_per_step, self._left)
 
-    def _oldest(self) -> list[Ticket]:
-        return list(islice(self._line.values(), self._groups_per_step))
+    def _next_batch(self) -> list[Ticket]:
+        """The tickets of the next batch that are delivered."""
+        if self._policy is Policy.DROP:
+            in_time = (t for t in self._completed.values() if self._in_time(t))
+            return list(islice(in_time, self._batch_size()))
+        oldest = islice(self._line.values(), self._groups_per_step)
+        return [t for t in oldest if t.group is not None]
 
-    def _delivered(self) -> list[RolloutGroup]:
-        return [t.group for t in self._oldest() if t.group is not None]
+    def _in_time(self, ticket: Ticket) -> bool:
+        return self.live - ticket.admission_version <= self._max_staleness
 
     def _check_lag(self, ticket: Ticket) -> None:
-        lag = self.live - ticket.admission_version
-        if lag > self._max_staleness:
+        if not self._in_time(ticket):
+            lag = self.live - ticket.admission_version
             raise StaleBatchError(
                 f"group {ticket.group_id} was admitted at version {ticket.admission_version} and "
                 f"would train at version {self.live}: {lag} versions late, max_staleness is "

@@ -23,9 +23,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, ParamSpec, Self, TypeVar, cast
+from typing import Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from offbeat.errors import StallError, WorkerError
 
@@ -123,6 +124,7 @@ class _Job:
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     future: TaskFuture[object]
+    context: Context
 
     async def call(self) -> object:
         """Coroutine functions run here, others in a thread, so that they stop nobody."""
@@ -168,20 +170,34 @@ class AsyncTaskRunner:
 
     # Submitting
 
+    @overload
     def submit(
-        self, fn: Callable[P, Awaitable[T]] | Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, fn: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> TaskFuture[T]: ...
+
+    @overload
+    def submit(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TaskFuture[T]: ...
+
+    def submit(
+        self, fn: Callable[P, Awaitable[T] | T], *args: P.args, **kwargs: P.kwargs
     ) -> TaskFuture[T]:
         """Put ``fn(*args, **kwargs)`` into the queue; from any thread.
 
         ``fn`` is a coroutine function, a function (which then runs in a thread), or what ``task``
-        made of either.
+        made of either. It sees the context variables of this moment.
 
         Raises:
             WorkerError: the runner is closed, or ``max_queue`` tasks wait already.
         """
         call = fn.__wrapped__ if isinstance(fn, RunnerTask) else fn
         future: TaskFuture[T] = TaskFuture(getattr(call, "__qualname__", repr(call)))
-        job = _Job(fn=call, args=args, kwargs=kwargs, future=cast("TaskFuture[object]", future))
+        job = _Job(
+            fn=call,
+            args=args,
+            kwargs=kwargs,
+            future=cast("TaskFuture[object]", future),
+            context=copy_context(),
+        )
         with self._lock:
             self._refuse_when_closed()
             if len(self._waiting) >= self._max_queue:
@@ -315,7 +331,9 @@ class AsyncTaskRunner:
                     continue
                 self._running.add(job.future)
                 job.future._loop = loop
-                job.future._task = group.create_task(self._run(job), name=job.future._name)
+                job.future._task = group.create_task(
+                    self._run(job), name=job.future._name, context=job.context
+                )
         self._tell_idle()
 
     async def _run(self, job: _Job) -> None:

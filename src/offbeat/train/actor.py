@@ -107,6 +107,10 @@ class PPOActor:
             )
         return self.version
 
+    def resume(self, version: PolicyVersion) -> None:
+        """The engine holds the restored weights of ``version``: the next update follows it."""
+        self.version = version
+
     def update(self, samples: Sequence[TrainSample], produce: PolicyVersion) -> StepReport:
         """Train on ``samples`` and produce version ``produce``.
 
@@ -141,6 +145,7 @@ class PPOActor:
             started=started,
             ended=time.monotonic(),
             metrics=step.sums.metrics(step.batch, produce),
+            advantages=_row_means(step.batch, step.advantage),
         )
         return self._last
 
@@ -355,6 +360,12 @@ class PPOActor:
                 f"{self._tolerance:.0e}): the two do not hold the same model or do not compute the "
                 "same distribution; the weights were left as they are"
             )
+
+
+def _row_means(batch: TrainBatch, values: Tensor) -> tuple[float, ...]:
+    """Mean of ``values`` [P] over the tokens of each row; 0 in a row without tokens."""
+    sums = torch.zeros_like(batch.rewards).index_add_(0, batch.seq_id, values)
+    return tuple((sums / batch.row_tokens.clamp(min=1)).tolist())
 
 
 def _prox_errors(

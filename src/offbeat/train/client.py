@@ -9,9 +9,25 @@ from dataclasses import dataclass
 
 from offbeat.config import ActorConfig
 from offbeat.launch.protocols import WorkerHandle
-from offbeat.types import BlobRef, PolicyVersion, StepReport, WeightUpdate
+from offbeat.types import (
+    BlobRef,
+    Environment,
+    PolicyVersion,
+    StepReport,
+    TrainerState,
+    WeightUpdate,
+)
 
 TARGET = "offbeat.train.service:open_service"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """What a trainer goes on from: the tensors of a ``TrainerState``, now a file."""
+
+    path: str
+    version: PolicyVersion
+    optimizer_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +37,7 @@ class TrainerSpec:
     ``dtype`` is what matrix products are computed in (weights and optimizer state are float32);
     ``onednn_linears``: see ``ModelConfig``;
     ``temperature`` and ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of
-    updates of the run (learning-rate schedule).
+    updates of the run (learning-rate schedule); ``restore`` is what a resumed run goes on from.
     """
 
     model_path: str
@@ -33,6 +49,7 @@ class TrainerSpec:
     total_steps: int
     actor: ActorConfig
     onednn_linears: bool | None = None
+    restore: Restore | None = None
 
 
 class RemoteTrainer:
@@ -55,3 +72,10 @@ class RemoteTrainer:
 
     async def publish(self) -> WeightUpdate:
         return await self._client.call("publish", returns=WeightUpdate, timeout=self._timeout)
+
+    async def snapshot(self) -> TrainerState:
+        return await self._client.call("snapshot", returns=TrainerState, timeout=self._timeout)
+
+    async def environment(self) -> Environment:
+        """What the bits of this trainer's results depend on."""
+        return await self._client.call("environment", returns=Environment, timeout=self._timeout)

@@ -10,7 +10,7 @@ Shapes: P policy tokens of the rows given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,12 +18,18 @@ from torch import Tensor
 
 from offbeat.algo.logprobs import chunked_logprobs
 from offbeat.config import OptimizerConfig
-from offbeat.errors import NonFiniteLoss
+from offbeat.errors import CheckpointError, NonFiniteLoss
 from offbeat.model.attention import TOKEN_ROWS, PackedContext, round_up
 from offbeat.model.linear import output_head
 from offbeat.model.load import hidden_states
 from offbeat.train.batch import TrainBatch
-from offbeat.train.optim import build_optimizer, build_scheduler
+from offbeat.train.optim import (
+    build_optimizer,
+    build_scheduler,
+    fast_forward,
+    moments,
+    restore_moments,
+)
 from offbeat.train.packed import PackedRows
 
 if TYPE_CHECKING:
@@ -57,6 +63,19 @@ class TrainEngine(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors; a tied weight comes once."""
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that training changes, by name: weights, then the optimizer's."""
+
+    def restore(self, state: Mapping[str, Tensor], optimizer_steps: int) -> None:
+        """Go on from ``state`` after so many optimizer steps.
+
+        Raises CheckpointError when it is not the state of this model.
+        """
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Taken so far."""
 
     @property
     def learning_rate(self) -> float:
@@ -134,3 +153,44 @@ class SingleDeviceEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        named = dict(self._model.named_parameters())
+        for name, parameter in named.items():
+            yield f"{_WEIGHTS}{name}", parameter
+        for name, moment in moments(self._optimizer, named):
+            yield f"{_OPTIMIZER}{name}", moment
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor], optimizer_steps: int) -> None:
+        named = dict(self._model.named_parameters())
+        weights = _below(_WEIGHTS, state)
+        _require_same(named, weights)
+        for name, parameter in named.items():
+            parameter.copy_(weights[name])
+        restore_moments(self._optimizer, named, _below(_OPTIMIZER, state))
+        fast_forward(self._scheduler, optimizer_steps)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return int(self._scheduler.last_epoch)
+
+
+_WEIGHTS = "weights/"
+_OPTIMIZER = "optimizer/"
+
+
+def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def _require_same(named: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name in sorted(named.keys() ^ weights.keys()):
+        where = "missing in the snapshot" if name in named else "unknown to the model"
+        raise CheckpointError(f"the snapshot is not one of this model: {name!r} is {where}")
+    for name, parameter in named.items():
+        if parameter.shape != weights[name].shape:
+            raise CheckpointError(
+                f"the snapshot is not one of this model: {name!r} has shape "
+                f"{tuple(weights[name].shape)} there, {tuple(parameter.shape)} here"
+            )

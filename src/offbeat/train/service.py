@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import torch
 
@@ -21,20 +21,34 @@ from offbeat.model.load import load_model, resolve_device, resolve_dtype
 from offbeat.train.actor import PPOActor
 from offbeat.train.client import TrainerSpec
 from offbeat.train.engine import SingleDeviceEngine
-from offbeat.types import BlobRef, PolicyVersion, StepReport, TrainSample, WeightUpdate
+from offbeat.train.state import StateCopy, environment, restore
+from offbeat.types import (
+    BlobRef,
+    Environment,
+    PolicyVersion,
+    StepReport,
+    TrainerState,
+    TrainSample,
+    WeightUpdate,
+)
 from offbeat.weights.memory import MemoryPublisher
 
 
 class TrainerService:
     """Serves one actor. Create with ``open_service``."""
 
-    METHODS = ("update", "publish")
+    METHODS = ("update", "publish", "snapshot", "environment")
 
     def __init__(
-        self, actor: PPOActor, publisher: MemoryPublisher, executor: ThreadPoolExecutor
+        self,
+        actor: PPOActor,
+        publisher: MemoryPublisher,
+        state: StateCopy,
+        executor: ThreadPoolExecutor,
     ) -> None:
         self._actor = actor
         self._publisher = publisher
+        self._state = state
         self._executor = executor
 
     async def update(self, batch: BlobRef, produce: PolicyVersion) -> StepReport:
@@ -49,8 +63,15 @@ class TrainerService:
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    async def snapshot(self) -> TrainerState:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._state.take)
 
-def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher]:
+    async def environment(self) -> Environment:
+        # Asked of the thread that computes: the number of threads is its own.
+        return await asyncio.get_running_loop().run_in_executor(self._executor, environment)
+
+
+def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher, StateCopy]:
     device = resolve_device(spec.device)
     compute_dtype = resolve_dtype(spec.dtype, device)
     model = load_model(spec.model_path, dtype=torch.float32, device=device)
@@ -71,7 +92,9 @@ def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher]:
         seed=spec.seed,
         compute_dtype=compute_dtype,
     )
-    return actor, MemoryPublisher(engine.weights())
+    if spec.restore is not None:
+        restore(actor, engine, spec.restore)
+    return actor, MemoryPublisher(engine.weights()), StateCopy(actor, engine)
 
 
 @asynccontextmanager
@@ -79,6 +102,7 @@ async def open_service(payload: bytes) -> AsyncIterator[TrainerService]:
     """Load the model and serve its actor; ``payload`` is an encoded ``TrainerSpec``."""
     spec = decode(payload, TrainerSpec)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer") as executor:
-        actor, publisher = await asyncio.get_running_loop().run_in_executor(executor, _load, spec)
-        with publisher:
-            yield TrainerService(actor, publisher, executor)
+        loop = asyncio.get_running_loop()
+        actor, publisher, state = await loop.run_in_executor(executor, _load, spec)
+        with publisher, closing(state):
+            yield TrainerService(actor, publisher, state, executor)

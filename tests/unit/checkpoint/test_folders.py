@@ -11,6 +11,7 @@ from offbeat.checkpoint.folders import (
     point_latest,
     prune,
     replacing,
+    set_aside,
     step_folder,
     step_folders,
     sweep,
@@ -104,3 +105,23 @@ def test_sweep_brings_back_an_old_folder_and_removes_what_was_in_progress(tmp_pa
     sweep(tmp_path)
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert is_good(step_folder(tmp_path, 1))
+
+
+def test_folders_of_later_steps_are_set_aside_under_their_attempt(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        point_latest(make(tmp_path, step))
+    moved = set_aside(tmp_path, after_step=1, attempt=1)
+    left = ["latest", "step-000001", "step-000002.attempt-1", "step-000003.attempt-1"]
+    assert names(tmp_path) == left
+    assert [path.name for path in moved] == ["step-000003.attempt-1", "step-000002.attempt-1"]
+    assert latest(tmp_path) == step_folder(tmp_path, 1)
+    assert (tmp_path / "latest").readlink() == Path("step-000001")
+    assert set_aside(tmp_path, after_step=1, attempt=1) == []
+    assert prune(tmp_path, 1) == []
+
+
+def test_latest_goes_with_the_last_folder_that_it_could_name(tmp_path: Path) -> None:
+    point_latest(make(tmp_path, 2))
+    set_aside(tmp_path, after_step=0, attempt=3)
+    assert names(tmp_path) == ["step-000002.attempt-3"]
+    assert set_aside(tmp_path / "absent", after_step=0, attempt=3) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -75,10 +76,18 @@ def test_one_step_is_due_once() -> None:
 
 
 def test_resumed_schedule_fires_at_the_steps_of_the_uninterrupted_one() -> None:
-    whole, resumed = SaveSchedule(freq_steps=5, now=0.0), SaveSchedule(freq_steps=5, step=7, now=0)
+    whole, stopped = SaveSchedule(freq_steps=5, now=0.0), SaveSchedule(freq_steps=5, now=0.0)
     fired = [step for step in range(1, 21) if whole.due(step, 0, 0.0)]
     assert fired == [5, 10, 15, 20]
-    assert [step for step in range(8, 21) if resumed.due(step, 0, 0.0)] == fired[1:]
+    before = [step for step in range(1, 8) if stopped.due(step, 0, 0.0)]
+    resumed = SaveSchedule(freq_steps=5, now=0.0, since=stopped.state(0.0))
+    assert before + [step for step in range(8, 21) if resumed.due(step, 0, 0.0)] == fired
+
+
+def test_resumed_timer_does_not_count_the_time_between_two_attempts() -> None:
+    stopped = SaveSchedule(freq_secs=10.0, now=100.0)
+    resumed = SaveSchedule(freq_secs=10.0, now=5000.0, since=stopped.state(104.0))
+    assert [resumed.due(0, 0, now) for now in (5005.0, 5006.0, 5007.0)] == [False, True, False]
 
 
 def test_slow_steps_do_not_make_a_burst_of_timed_saves() -> None:
@@ -289,6 +298,41 @@ async def test_kill_before_the_copy_is_raised_by_the_save_itself(
         with pytest.raises(CheckpointError, match=r"step 1: .*died with exit code -9"):
             await save
     assert step_folders(tmp_path / "checkpoints") == []
+
+
+async def killed(pid: int) -> None:
+    """Kill a child and return when it is dead, though maybe not yet reaped."""
+    watch = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.to_thread(select.select, [watch], [], [], 5.0)
+    os.close(watch)
+
+
+@pytest.mark.invariant("I11")
+@pytest.mark.parametrize("mode", [SaveMode.SYNC, SaveMode.ASYNC])
+async def test_a_writer_that_was_killed_with_nothing_to_do_is_replaced_by_the_next_save(
+    tmp_path: Path,
+    template: Path,
+    make_weights: MakeWeights,
+    caplog: pytest.LogCaptureFixture,
+    mode: SaveMode,
+) -> None:
+    there = tmp_path / "checkpoints"
+    async with asyncio.timeout(20), await opened(tmp_path, mode) as saver:
+        await save_and_wait(saver, make_weights(1), step=1)
+        first = saver.writer_pid
+        assert saver.restarts == 0
+        await killed(first)
+        await save_and_wait(saver, make_weights(2), step=2)
+        assert saver.restarts == 1
+        assert saver.writer_pid != first
+        assert not is_running(first)
+        await save_and_wait(saver, make_weights(3), step=3)
+        assert saver.restarts == 1
+        assert [report.step for report in saver.take_reports()] == [1, 2, 3]
+    assert [is_good(step_folder(there, step)) for step in (1, 2, 3)] == [True] * 3
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith(f"{first} died with exit code -9 with nothing to do; starting another")
 
 
 async def test_death_of_an_idle_writer_is_raised_at_close(tmp_path: Path, template: Path) -> None:

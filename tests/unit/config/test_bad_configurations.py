@@ -47,7 +47,12 @@ SINGLE = [
     ("actor.max_staleness", 2, "did you mean rollout.max_staleness?"),
     ("max_new_tokens", 64, "did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
     ("saver.freq_step", 3, "did you mean 'freq_steps'?"),
-    ("stats_logger.wandb", True, "the keys here are console"),
+    ("stats_logger.wandb", True, "a mapping or null"),
+    ("stats_logger.wandb.mode", "ofline", "did you mean 'offline'?"),
+    ("stats_logger.wandb.mode", "shared", "one of online, offline, disabled"),
+    ("stats_logger.wandb.tags", "one", "a list"),
+    ("stats_logger.tensorbord", {}, "did you mean 'tensorboard'?"),
+    ("stats_logger.mlflow.uri", "x", "the keys here are enabled, tracking_uri, experiment"),
     ("critic", {}, "unknown key"),
     ("actor.given", [], "unknown key"),
     # wrong type
@@ -81,7 +86,13 @@ SINGLE = [
     ("saver.mode", "background", "one of sync, async, auto"),
     ("saver.freq_steps", -1, "an integer >= 0 or null"),
     ("scheduler.type", "slurm", "there is no Slurm scheduler yet; local runs everything"),
-    ("rollout.policy", "drop", "one of pace"),
+    ("rollout.policy", "drop", "no effect: rollout.max_staleness is 0"),
+    ("rollout.lookahead", "adaptive", "no effect: rollout.max_staleness is 0"),
+    ("generator.kv_on_update", "recompute", "no effect: rollout.max_staleness is 0"),
+    ("gateway.port", 70000, "an integer >= 0 and <= 65535"),
+    ("rollout.policy", "fifo", "one of pace, drop"),
+    ("rollout.group_deadline_seconds", 0, "a number > 0 or null"),
+    ("rollout.max_groups_without_signal", 0, "an integer >= 1 or null"),
     ("rollout.max_failure_rate", 1.5, "a number >= 0 and <= 1"),
     ("rollout.reward_fn", "rewards.score", 'of the form "module:attribute"'),
     ("rollout.reward_timeout_seconds", 0, "a number > 0"),
@@ -90,7 +101,7 @@ SINGLE = [
     ("model.path", "  ", "a string that is not empty"),
     ("experiment_name", "a/b", "a folder name"),
     ("experiment_name", "..", "a folder name"),
-    ("generator.kv_on_update", "drop", "keep"),
+    ("generator.kv_on_update", "drop", "one of keep, recompute"),
     ("train_dataset.chat_template", "maybe", "one of auto, on, off"),
     ("total_train_steps", 0, "an integer >= 1 or null"),
     # one key against the rest
@@ -113,7 +124,8 @@ SINGLE = [
     ("actor.behave_imp_weight_floor", 0.5, "choose token_mask or sequence_mask"),
     ("actor.max_tokens_per_mb", 128, "is not >= 257"),
     ("evaluator.freq_steps", 5, "without valid_dataset"),
-    ("train_dataset.args", {"n": 3}, "is a file"),
+    ("train_dataset.args", {"n": 3}, "is a file or folder"),
+    ("train_dataset.columns.completions", "answer", "reward functions get it from offbeat"),
     ("train_dataset.prompt_template", "What is {a", "is not a Python format string"),
     ("train_dataset.prompt_template", "What is {}?", "write {column}"),
     ("train_dataset.prompt_template", "What?", "names no column"),
@@ -137,6 +149,8 @@ def test_bad_key_is_refused_with_path_value_and_what_is_allowed(path, value, say
 
 # Several keys that contradict each other: the change, the path blamed, the sentence.
 COMBINED = [
+    ({"gateway": {"token": "secret"}}, "gateway.token", "no effect without gateway.port"),
+    ({"gateway": {"host": "0.0.0.0"}}, "gateway.host", "no effect without gateway.port"),
     (
         {"mode": "async", "actor": {"use_decoupled_loss": False}},
         "rollout.max_staleness",
@@ -146,6 +160,11 @@ COMBINED = [
         {"rollout": {"max_staleness": 2, "max_head_offpolicyness": 3}},
         "rollout.max_head_offpolicyness",
         "3 is another name of max_staleness, which is 2",
+    ),
+    (
+        {"model": {"onednn_linears": True, "dtype": "bfloat16"}},
+        "model.onednn_linears",
+        "true has no effect on the trainer: model.dtype is bfloat16",
     ),
     (
         {"mode": "async", "rollout": {"allow_uncorrected": True}},

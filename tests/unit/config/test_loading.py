@@ -201,7 +201,7 @@ def test_problem_says_in_which_line_or_override_it_stands(file):
         ("hello\n", "a single value at top level; expected a mapping"),
         ("model:\n  path: [1, 2\n", "run.yaml:3: not valid YAML"),
         ("model:\n\tpath: x\n", "run.yaml:2: not valid YAML"),
-        ("seed: 1\nseed: 2\n", "run.yaml:2: not valid YAML: found duplicate key seed"),
+        ("seed: 1\nseed: 2\n", "run.yaml:2: seed is already set in line 1; keep one"),
         ("seed: ${nothing.here}\n", "'nothing.here' not found"),
         ("seed: ???\n", "seed"),
         ("null: 1\n", "not a configuration: Incompatible key type"),

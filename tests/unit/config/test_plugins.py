@@ -135,3 +135,21 @@ def test_a_file_named_like_a_built_in_module_is_an_error(write: Write, tmp_path:
     (tmp_path / "time.py").write_text("def time():\n    return 0\n")
     with pytest.raises(ConfigError, match=r"time\.py is hidden by the module 'time' of the interp"):
         resolve("time:time", tmp_path, KEY)
+
+
+def test_a_mistake_in_a_module_is_placed_in_the_users_own_file(
+    write: Write, tmp_path: Path
+) -> None:
+    inner = write("import json\n\njson.loads('{')\n")
+    outer = write(f"import {inner}\n")
+    where = rf"JSONDecodeError: .* \({tmp_path}/{inner}\.py:3\)$"
+    with pytest.raises(ConfigError, match=where):
+        resolve(f"{outer}:score", tmp_path, KEY)
+
+
+def test_a_missing_module_is_compared_with_the_files_beside_the_configuration(
+    write: Write, tmp_path: Path
+) -> None:
+    name = write("")
+    with pytest.raises(ConfigError, match=rf"installed module; did you mean '{name}'\?$"):
+        resolve(f"{name[:-2]}_x{name[-2:]}:score", tmp_path, KEY)

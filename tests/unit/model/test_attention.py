@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offbeat.errors import ModelError
 from offbeat.generate.engine.cache import DecodeContext, SlotCache
+from offbeat.generate.engine.runs import Run
 from offbeat.model.attention import (
     PackedContext,
     PackedLayout,
@@ -109,15 +110,18 @@ def test_a_decode_step_has_the_bits_of_the_packed_pass(n: int, heads: int, kv_he
         layers=1, slots=16, kv_heads=kv_heads, head_dim=dim, limit=450, dtype=q.dtype, device=CPU
     )
     cache.reserve(430)
-    cache.store(0, 3, k[: n - 1], v[: n - 1])
-    cache.store(0, 7, torch.randn(430, kv_heads, dim), torch.randn(430, kv_heads, dim))
+    others = torch.randn(2, kv_heads, 430, dim)
+    for stored, new, other in ((cache.keys, k, others[0]), (cache.values, v, others[1])):
+        stored[0, 3, :, : n - 1] = new[: n - 1].transpose(0, 1)
+        stored[0, 7, :, :430] = other
     for longest in sorted({n, 200, 430}):
         if longest < n:
             continue
         positions = torch.full((16,), cache.scratch)
         visible = torch.ones(16, dtype=torch.long)
         positions[3], visible[3], positions[7], visible[7] = n - 1, n, longest - 1, longest
-        ctx = DecodeContext(cache, positions, visible, longest)
+        runs = [Run(begin=0, end=16, keys=key_bucket(longest))]
+        ctx = DecodeContext(cache, positions, visible, longest, runs=runs)
         row = torch.zeros(16, dtype=torch.long)
         row[3] = n - 1
         out = ctx.attend(0, q[row], k[row], v[row], 0.3)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offbeat.errors import ModelError
+from offbeat.errors import ConfigError, ModelError
 from offbeat.generate.engine.engine import Engine
 from offbeat.model.attention import PackedContext, PackedLayout
 from offbeat.model.linear import output_head
@@ -194,3 +195,19 @@ def test_devices_and_dtypes_resolve() -> None:
     assert resolve_dtype(None, CPU) is torch.float32
     assert resolve_dtype(None, torch.device("cuda")) is torch.bfloat16
     assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"model\.device: cuda:1 .* finds no CUDA device; set it"):
+        resolve_device("cuda:1")
+
+
+def test_weights_that_lack_a_tensor_are_refused_instead_of_made_up(save: Save) -> None:
+    folder = save("llama")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no weights for 1 tensors .*layers\.1\.mlp\.up_proj"):
+        load(folder)

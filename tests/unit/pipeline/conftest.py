@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from offbeat.checkpoint.saver import Saver, SaveSchedule
+from offbeat.checkpoint.snapshot import RunState, Snapshots
 from offbeat.data.columns import ColumnMap
-from offbeat.data.dataset import Rows
+from offbeat.data.rows import Rows
 from offbeat.data.stream import PromptOptions, PromptStream
 from offbeat.data.tokens import TextCodec
 from offbeat.launch.blob import read_blob
@@ -32,11 +33,15 @@ from offbeat.pipeline.episodes import SamplingPlan
 from offbeat.pipeline.evaluate import Evaluator
 from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.loop import Cadence, Loop, LoopPlan
+from offbeat.pipeline.no_signal import SignalRules
 from offbeat.pipeline.recorder import Recorder
+from offbeat.pipeline.snapshots import SnapshotTaker
+from offbeat.pipeline.staleness import Policy
 from offbeat.protocols import EpisodeEngine, Generator, Trainer, Workflow
 from offbeat.types import (
     BlobRef,
     Completion,
+    Environment,
     GenerateRequest,
     GeneratorStats,
     PolicyVersion,
@@ -47,6 +52,7 @@ from offbeat.types import (
     Scored,
     StepReport,
     StopReason,
+    TrainerState,
     TrainSample,
     Turn,
     WeightUpdate,
@@ -186,15 +192,23 @@ class FakeTrainer:
         )
 
     async def publish(self) -> WeightUpdate:
+        return self._write(self.weights)
+
+    def _write(self, file: Path) -> WeightUpdate:
         layout = lay_out([TensorSpec(name="w", dtype="F32", shape=(4,))])
         content = layout.header + np.full(4, self.version, dtype=np.float32).tobytes()
-        self.weights.write_bytes(content)
+        file.write_bytes(content)
         return WeightUpdate(
             version=self.version,
-            uri=str(self.weights),
+            uri=str(file),
             nbytes=len(content),
             digest=digest_of(content),
         )
+
+    async def snapshot(self) -> TrainerState:
+        here = Environment(torch="", build="", threads=1, processor="", cpu_flags=())
+        tensors = self._write(self.weights.with_name("state.safetensors"))
+        return TrainerState(tensors=tensors, optimizer_steps=0, environment=here)
 
     async def until_entered(self, version: int) -> None:
         await self.entered.setdefault(version, asyncio.Event()).wait()
@@ -238,9 +252,16 @@ class Options:
     save_steps: int = 0
     save_at_end: bool = False
     saver: Saver | None = None
+    snapshot_steps: int = 0
+    start: RunState | None = None
     stall_seconds: float = 20.0
     max_failure_rate: float = 0.5
     max_consecutive_failures: int = 5
+    policy: Policy = Policy.PACE
+    adaptive_lookahead: bool = False
+    group_deadline_seconds: float | None = None
+    dynamic_sampling: bool = False
+    max_groups_without_signal: int | None = None
     workflow: Workflow = field(default_factory=OneTurn)
 
 
@@ -254,6 +275,7 @@ class Rig:
     recorder: Recorder
     ledger: Ledger
     run_dir: Path
+    snapshots: Snapshots
 
     async def run(self) -> None:
         async with asyncio.timeout(20):
@@ -294,10 +316,22 @@ def _cadence(o: Options) -> Cadence:
         evaluate_at_end=o.eval_at_end,
         save=SaveSchedule(freq_steps=o.save_steps, now=0.0),
         save_at_end=o.save_at_end,
+        snapshot=SaveSchedule(
+            freq_steps=o.snapshot_steps,
+            now=0.0,
+            since=None if o.start is None else o.start.snapshot,
+        ),
     )
 
 
-def _loop(o: Options, codec: TextCodec, recorder: Recorder, gen: Generator, tr: Trainer) -> Loop:
+def _loop(
+    o: Options,
+    codec: TextCodec,
+    recorder: Recorder,
+    gen: Generator,
+    tr: Trainer,
+    snapshots: Snapshots,
+) -> Loop:
     plan = LoopPlan(
         steps=o.steps,
         groups_per_step=o.g,
@@ -308,6 +342,12 @@ def _loop(o: Options, codec: TextCodec, recorder: Recorder, gen: Generator, tr: 
         max_failure_rate=o.max_failure_rate,
         max_consecutive_failures=o.max_consecutive_failures,
         stall_seconds=o.stall_seconds,
+        signal=SignalRules(group_baseline=True, truncated_count=True),
+        policy=o.policy,
+        adaptive_lookahead=o.adaptive_lookahead,
+        group_deadline_seconds=o.group_deadline_seconds,
+        dynamic_sampling=o.dynamic_sampling,
+        max_groups_without_signal=o.max_groups_without_signal,
     )
     evaluator = None
     if o.valid:
@@ -331,6 +371,9 @@ def _loop(o: Options, codec: TextCodec, recorder: Recorder, gen: Generator, tr: 
         recorder=recorder,
         evaluator=evaluator,
         saver=o.saver,
+        weights_gate=asyncio.Lock(),
+        snapshots=SnapshotTaker(snapshots, tr, recorder) if o.snapshot_steps else None,
+        start=o.start,
     )
 
 
@@ -352,21 +395,31 @@ def codec(model_folder: Path) -> TextCodec:
 async def open_rig(
     tmp_path: Path, codec: TextCodec
 ) -> AsyncIterator[Callable[..., Awaitable[Rig]]]:
-    """Make a run from ``Options``; any number of them per test, each in a folder of its own."""
+    """Make a run from ``Options``; any number of them per test, each in a folder of its own, or one
+    that goes on in the folder of the run ``again``.
+    """
     async with AsyncExitStack() as stack:
         count = 0
 
-        async def make(**options: object) -> Rig:
+        async def make(again: Rig | None = None, **keywords: object) -> Rig:
             nonlocal count
             count += 1
-            run_dir = tmp_path / f"run-{count}"
-            run_dir.mkdir()
-            ledger = stack.enter_context(closing(Ledger.open(run_dir / "run.db")))
+            options = Options(**keywords)  # type: ignore[arg-type]  # a test's keywords
+            if again is None:
+                run_dir = tmp_path / f"run-{count}"
+                run_dir.mkdir()
+                ledger = stack.enter_context(closing(Ledger.open(run_dir / "run.db")))
+            else:
+                run_dir, ledger = again.run_dir, again.ledger
             sinks = SinkSet([JsonlSink(run_dir / "metrics.jsonl")])
-            recorder = await stack.enter_async_context(Recorder(run_dir, sinks, ledger))
+            counts = None if options.start is None else options.start.counts
+            recorder = await stack.enter_async_context(
+                Recorder(run_dir, sinks, ledger, counts=counts)
+            )
             generator = FakeGenerator()
             trainer = FakeTrainer(run_dir / "weights.safetensors")
-            loop = _loop(Options(**options), codec, recorder, generator, trainer)  # type: ignore[arg-type]  # a test's keywords
+            snapshots = await stack.enter_async_context(Snapshots(run_dir / "snapshots", keep=2))
+            loop = _loop(options, codec, recorder, generator, trainer, snapshots)
             return Rig(
                 generator=generator,
                 trainer=trainer,
@@ -374,6 +427,7 @@ async def open_rig(
                 recorder=recorder,
                 ledger=ledger,
                 run_dir=run_dir,
+                snapshots=snapshots,
             )
 
         yield make

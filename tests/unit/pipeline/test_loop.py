@@ -210,9 +210,10 @@ async def test_an_evaluation_holds_back_the_commit_and_not_the_update(
     rig.generator.hold[-1] = asyncio.Event()
     run = asyncio.create_task(rig.run())
     async with asyncio.timeout(5):
-        await rig.generator.until(lambda: rig.generator.staged == 1)
+        await rig.trainer.until_entered(1)
     await spin()
-    assert rig.generator.version == 0
+    assert (rig.generator.staged, rig.generator.version) == (None, 0)
+    assert not rig.trainer.weights.exists()  # the old version is not overwritten yet
     assert len(rig.trainer.batches) == 1
     rig.generator.hold[-1].set()
     await run
@@ -476,7 +477,10 @@ class Clock:
 
 @pytest.mark.invariant("I12")
 async def test_a_wait_is_a_stall_only_when_no_request_ended_for_so_long(
-    open_rig: OpenRig, spin: Spin, monkeypatch: pytest.MonkeyPatch
+    open_rig: OpenRig,
+    spin: Spin,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = await open_rig(steps=2, g=2, n=3, stall_seconds=10)
     ends = [asyncio.Event() for _ in range(3)]
@@ -494,7 +498,9 @@ async def test_a_wait_is_a_stall_only_when_no_request_ended_for_so_long(
         await run
     said = str(caught.value)
     assert "step 1 has waited 10 s (rollout.stall_seconds)" in said
-    assert "waiting for 1 groups: group 0 (row 1, admitted 0 s ago)" in said
+    assert "waiting for 1 groups:\n  group 0 (row 1, admitted 0 s ago): a generator has " in said
+    assert "train-0-0-0, train-0-1-0, train-0-2-0" in said
+    assert "admission: Loop._admit" in caplog.text
     assert_closed(rig)
 
 

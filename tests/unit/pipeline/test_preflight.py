@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from offbeat.config import RunConfig, load
-from offbeat.errors import ConfigError, DataError, ModelError, RewardError
+from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.model.init import write_tokenizer
 from offbeat.pipeline.preflight import prepare, try_reward
 from offbeat.pipeline.run import PPOTrainer
@@ -42,10 +43,11 @@ Configure: TypeAlias = Callable[..., RunConfig]
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Configure:
-    """A configuration beside a task module and a model folder without weights; with overrides."""
+    """A configuration beside a task module and a model folder without tensors; with overrides."""
     (tmp_path / "model").mkdir()
     write_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     # Another module for each test: modules stay imported.
     task = f"preflight_task_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{task}.py").write_text(TASK)
@@ -149,7 +151,7 @@ async def test_the_reward_is_tried_on_an_empty_answer_to_a_prompt_that_fits(
 
 async def test_a_reward_that_is_no_number_is_refused_with_the_row(configure: Configure) -> None:
     inputs = prepare(configure("rollout.reward_fn=task:none"), reward_log=None)
-    with pytest.raises(RewardError, match=r"rollout\.reward_fn on an empty answer to row \d+"):
+    with pytest.raises(ConfigError, match=r"rollout\.reward_fn: on an empty answer to row \d+"):
         await try_reward(inputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Mapping
 from contextlib import closing
@@ -104,8 +105,22 @@ async def test_the_metrics_of_a_step_are_those_of_its_rollouts(tmp_path: Path) -
             "groups/admitted_count": 0,
             "groups/trained_count": 2,
             "groups/dropped_count": 0,
+            "generate/restarts_count": 0,
         }
     )
+
+
+async def test_advantages_are_recorded_with_the_rollouts_they_were_reported_for(
+    tmp_path: Path,
+) -> None:
+    report = dataclasses.replace(REPORT, advantages=(1.0, -1.0, 0.25, -0.25))
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        async with Recorder(tmp_path, SinkSet([]), ledger) as recorder:
+            metrics = recorder.step_metrics(GROUPS, report, PolicyVersion(3))
+            record = StepRecord(step=1, version=4, seconds=1.0, metrics=metrics)
+            await recorder.write(record, GROUPS)
+    rows = {(r.group_id, r.sibling): r.advantage for r in read_rollouts(tmp_path, 1)}
+    assert rows == {(0, 0): 1.0, (0, 1): -1.0, (0, 2): None, (1, 0): 0.25, (1, 1): -0.25}
 
 
 async def test_counts_of_groups_are_those_since_the_step_before(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from contextvars import ContextVar
 
 import pytest
 
@@ -204,6 +205,23 @@ async def test_a_decorated_function_submits_itself() -> None:
         assert triple.__doc__ == "Three times."
         assert await triple(2) == 6
         assert await runner.submit(triple, 3) == 9
+
+
+async def test_a_task_sees_the_context_of_its_submission_and_not_that_of_another_task() -> None:
+    who: ContextVar[str] = ContextVar("who", default="nobody")
+
+    async def say(name: str | None) -> str:
+        seen = who.get()
+        if name is not None:
+            who.set(name)
+        await asyncio.sleep(0)
+        return seen
+
+    async with AsyncTaskRunner(1) as runner:
+        futures = [runner.submit(say, "one"), runner.submit(say, "two")]
+        who.set("submitter")
+        futures.append(runner.submit(say, None))
+        assert await runner.wait(*futures) == ["nobody", "nobody", "submitter"]
 
 
 async def test_a_synchronous_function_runs_in_a_thread() -> None:

@@ -222,6 +222,20 @@ def test_excluded_rows_leave_every_mean(
     assert with_them["actor/ess"] == 1.0
 
 
+def test_advantages_are_reported_by_sample_and_are_those_of_its_reward(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample]
+) -> None:
+    report = make_trainer(adv_norm=None).actor.update(rollouts, V1)
+    rewards = np.array([s.reward for s in rollouts])
+    groups = np.array([s.group_id for s in rollouts])
+    ranked = [np.argsort(rewards[groups == g]) for g in np.unique(groups)]
+    found = np.array(report.advantages)
+    assert len(found) == len(rollouts)
+    assert np.ptp(found) > 0
+    for g, order in zip(np.unique(groups), ranked, strict=True):
+        assert (np.diff(found[groups == g][order]) >= 0).all()
+
+
 def test_every_reported_name_is_declared(
     moved: Callable[..., Any], rollouts: list[TrainSample]
 ) -> None:

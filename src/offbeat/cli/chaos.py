@@ -1,0 +1,59 @@
+"""``offbeat chaos``: a run under faults, for who works on offbeat or doubts it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offbeat.cli.arguments import Config, Overrides
+
+if TYPE_CHECKING:
+    from offbeat.pipeline.chaos.faults import Fault
+
+
+def chaos(
+    config: Config,
+    overrides: Overrides = None,
+    faults: Annotated[
+        str, typer.Option(help="Which faults, with commas between them; all: every one there is.")
+    ] = "all",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of faults and moments.")] = 0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="End the run after so long; left out, it runs as long as configured."
+        ),
+    ] = None,
+) -> None:
+    """Train while processes are killed, stopped and fed errors, then check what is left.
+
+    Exit code 0: every claim holds. 1: one fails, or the run did.
+    """
+    from offbeat.pipeline.chaos.soak import Plan, soak
+
+    plan = Plan(
+        config=config,
+        overrides=overrides or [],
+        faults=_chosen(faults),
+        every=every,
+        seed=seed,
+        minutes=minutes,
+    )
+    report = soak(plan, typer.echo)
+    typer.echo("\n" + report.text())
+    raise typer.Exit(0 if report.sound else 1)
+
+
+def _chosen(text: str) -> list[Fault]:
+    from offbeat.pipeline.chaos.faults import Fault
+
+    if text == "all":
+        return list(Fault)
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in list(Fault)]
+    if unknown:
+        known = ", ".join(Fault)
+        raise typer.BadParameter(f"{unknown[0]!r} is no fault; there are {known}, or all of them")
+    return [Fault(name) for name in names]

@@ -1,0 +1,207 @@
+"""Continuing a run: which one, from where, and what becomes of what it did after that.
+
+Owns the choice of the run and of the snapshot, the check that the configuration still means the
+same prompts, and the setting aside of what is superseded. The snapshot decides: ledger rows,
+metrics, rollouts and model folders of later steps belong to the attempt that ended, and are kept
+under its number. A run without a snapshot is started over in its own folder.
+
+Each step of it may be interrupted and is finished by the next attempt: files go first, and the
+ledger's new attempt, one transaction, comes last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.checkpoint import snapshot as snapshots
+from offbeat.checkpoint.folders import set_aside
+from offbeat.checkpoint.snapshot import RunState, Snapshot, newest_snapshot
+from offbeat.config import RunConfig, load, to_mapping, to_yaml
+from offbeat.errors import CheckpointError, ConfigError, boundary
+from offbeat.observe import liveness
+from offbeat.observe.attempts import supersede
+from offbeat.observe.files import replacing
+from offbeat.observe.find import CONFIG_FILE, changed_at
+from offbeat.observe.ledger import FILE_NAME as LEDGER_FILE
+from offbeat.observe.liveness import Life
+from offbeat.observe.metrics import StepRecord
+from offbeat.observe.summary import FILE_NAME as SUMMARY_FILE
+from offbeat.observe.summary import RunStatus, read_summary
+from offbeat.pipeline.ledger import Ledger
+from offbeat.types import Environment, GroupId
+
+log = logging.getLogger(__name__)
+
+BEFORE_THE_FIRST_STEP = -1
+"""The step after which everything is superseded, the evaluation before step 1 included."""
+
+_FIXED = ("seed", "train_dataset")
+"""Keys that decide which prompt a group number is."""
+
+_FREE = ("trial_name", "config_dir", "recover")
+"""Keys whose change needs no mention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """Where a run goes on: ``snapshot`` is None when it starts, or starts over; ``earlier`` are the
+    step records that still hold.
+    """
+
+    snapshot: Snapshot | None = None
+    earlier: tuple[StepRecord, ...] = ()
+
+    @property
+    def state(self) -> RunState | None:
+        """The controller's part of the snapshot."""
+        return None if self.snapshot is None else self.snapshot.state.run
+
+
+def is_unfinished(run_dir: Path, steps: int | None = None) -> bool:
+    """Whether a run was begun there and did not complete; ``steps`` it should have by now."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        return False
+    if not (run_dir / SUMMARY_FILE).is_file():
+        return True
+    summary = read_summary(run_dir / SUMMARY_FILE)
+    complete = summary.status is RunStatus.COMPLETED
+    return not complete or (steps is not None and summary.steps < steps)
+
+
+def run_to_continue(cfg: RunConfig) -> Path | None:
+    """The folder of the run that ``cfg`` names, or of the newest of its experiment; None where
+    there is none or it is complete.
+
+    Raises:
+        ConfigError: it is still running.
+    """
+    experiment = Path(cfg.fileroot) / cfg.experiment_name
+    if cfg.trial_name is not None:
+        candidates = [experiment / cfg.trial_name]
+    else:
+        candidates = [path for path in experiment.glob("*") if (path / CONFIG_FILE).is_file()]
+    newest = max(candidates, key=_age, default=None)
+    if newest is None or not is_unfinished(newest, cfg.total_train_steps):
+        return None
+    if liveness.life_of(newest) is Life.ALIVE:
+        raise ConfigError(f"trial_name: {newest} is still running; there is nothing to resume")
+    return newest
+
+
+def _age(run_dir: Path) -> float:
+    return changed_at(run_dir) if (run_dir / CONFIG_FILE).is_file() else 0.0
+
+
+def nothing_to_continue(cfg: RunConfig) -> ConfigError:
+    """Why ``--resume`` finds no run."""
+    where = Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
+    if cfg.trial_name is not None and (where / CONFIG_FILE).is_file():
+        return ConfigError(
+            f"trial_name: the run in {where} is complete; to train it further raise "
+            "total_train_steps, to train again choose another trial_name and leave --resume out"
+        )
+    return ConfigError(
+        f"trial_name: there is no unfinished run in {where} to resume; name one with trial_name=…, "
+        "or leave --resume out to start one"
+    )
+
+
+def named_after(cfg: RunConfig, run_dir: Path) -> RunConfig:
+    """``cfg`` for the run in ``run_dir``; what differs from its own configuration is said.
+
+    Raises:
+        ConfigError: a difference that would give other prompts to the groups of the ledger.
+    """
+    cfg = dataclasses.replace(cfg, trial_name=run_dir.name)
+    if not (run_dir / LEDGER_FILE).is_file():
+        return cfg  # it was stopped before it began, maybe while it wrote its configuration
+    changed = list(_differences(to_mapping(load(run_dir / CONFIG_FILE)), to_mapping(cfg)))
+    fixed = [line for key, line in changed if key.startswith(_FIXED)]
+    if fixed:
+        raise ConfigError(
+            f"{'; '.join(fixed)}: the run in {run_dir} cannot go on with other prompts than it "
+            "began with; leave the change out, or start another run"
+        )
+    for key, line in changed:
+        if not key.startswith(_FREE):
+            log.warning("the configuration has changed since this run began: %s", line)
+    return cfg
+
+
+def _differences(
+    old: Mapping[str, object], new: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    for name in sorted(old.keys() | new.keys()):
+        before, after, key = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _differences(before, after, f"{key}.")
+        elif before != after:
+            yield key, f"{key}: {before!r} became {after!r}"
+
+
+def rewrite_config(cfg: RunConfig, run_dir: Path, attempt: int) -> None:
+    """Let ``config.yaml`` hold ``cfg``; the one before is kept under the number of ``attempt``."""
+    path, text = run_dir / CONFIG_FILE, to_yaml(cfg)
+    with boundary(CheckpointError, f"write {path}"):
+        before = path.read_text(encoding="utf-8")
+        if before == text:
+            return
+        path.with_name(f"config.attempt-{attempt}.yaml").write_text(before, encoding="utf-8")
+        with replacing(path) as aside:
+            aside.write_text(text, encoding="utf-8")
+
+
+def continue_run(run_dir: Path, ledger: Ledger) -> Continuation:
+    """Begin the next attempt at the newest good snapshot, or at the start where there is none.
+
+    Raises:
+        CheckpointError: there are snapshots, and none can be used; or the disk refused.
+        DataError: ``metrics.jsonl`` is damaged in its middle.
+    """
+    found = newest_snapshot(run_dir / snapshots.FOLDER)
+    ended, step = ledger.attempt, BEFORE_THE_FIRST_STEP
+    open_groups: tuple[GroupId, ...] = ()
+    next_group = GroupId(0)
+    if found is not None:
+        run = found.state.run
+        step, open_groups, next_group = run.step, run.open_groups, run.next_group_id
+    with boundary(CheckpointError, f"set aside what {run_dir} holds of later steps"):
+        earlier = supersede(run_dir, after_step=step, attempt=ended)
+        for folder in ("checkpoints", snapshots.FOLDER):
+            set_aside(run_dir / folder, after_step=step, attempt=ended)
+    attempt = ledger.begin_attempt(open_groups=open_groups, next_group_id=next_group)
+    if found is None:
+        log.warning("%s has no snapshot: the run starts over, as attempt %d", run_dir, attempt)
+    else:
+        log.warning(
+            "resuming from %s as attempt %d: step %d comes next, %d open groups are asked again",
+            found.folder,
+            attempt,
+            step + 1,
+            len(open_groups),
+        )
+    return Continuation(snapshot=found, earlier=earlier)
+
+
+def warn_of_other_machine(before: Environment, now: Environment) -> None:
+    """Say once what makes the bits of this attempt differ from those of an uninterrupted run."""
+    changes = [
+        f"{name} was {getattr(before, name)!r}, is {getattr(now, name)!r}"
+        for name in ("torch", "threads", "processor")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    changes += [
+        f"the {what} differ"
+        for what, name in (("build options of torch", "build"), ("CPU's instructions", "cpu_flags"))
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if changes:
+        log.warning(
+            "the snapshot was taken elsewhere (%s): from here on results may differ in their last "
+            "bits from those of an uninterrupted run",
+            "; ".join(changes),
+        )

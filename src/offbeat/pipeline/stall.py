@@ -1,0 +1,58 @@
+"""What a run is waiting for, for a person: pending groups, who has each, and where every task is.
+
+Owns the wording; the loop knows the groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+MOST_GROUPS = 8
+MOST_FRAMES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingGroup:
+    """An admitted group that is not complete.
+
+    ``generating`` are its requests that have no answer yet; without any, its rewards or the
+    workflow itself are at work.
+    """
+
+    group_id: int
+    row: int
+    age_seconds: float
+    generating: Sequence[str]
+
+    def __str__(self) -> str:
+        requests = ", ".join(self.generating[:3]) + (", …" if len(self.generating) > 3 else "")
+        holder = f"a generator has {requests}" if requests else "in its rewards or its workflow"
+        return (
+            f"group {self.group_id} (row {self.row + 1}, admitted {self.age_seconds:.0f} s ago): "
+            f"{holder}"
+        )
+
+
+def pending_text(groups: Sequence[PendingGroup]) -> str:
+    """The oldest groups, one per line, and how many more there are."""
+    lines = [f"  {group}" for group in groups[:MOST_GROUPS]]
+    if len(groups) > MOST_GROUPS:
+        lines.append(f"  and {len(groups) - MOST_GROUPS} more")
+    return "\n".join(lines)
+
+
+def task_stacks(tasks: Iterable[asyncio.Task[object]]) -> str:
+    """Where each task is: its name and its innermost frames, one task per line."""
+    lines = []
+    for task in sorted(tasks, key=lambda t: t.get_name()):
+        frames = " < ".join(_place(f) for f in reversed(task.get_stack(limit=MOST_FRAMES)))
+        lines.append(f"  {task.get_name()}: {frames or 'has not started'}")
+    return "\n".join(lines)
+
+
+def _place(frame: FrameType) -> str:
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"

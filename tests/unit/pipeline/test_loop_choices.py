@@ -1,0 +1,111 @@
+"""The loop under the configurations that choose what to train on: policy, deadlines, filters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import pytest
+
+from offbeat.errors import RolloutError
+from offbeat.pipeline.staleness import Policy
+from offbeat.types import Completion, Scored
+
+OpenRig: TypeAlias = Callable[..., Awaitable[Any]]
+
+
+def trained(rig: Any) -> list[list[int]]:
+    """Group ids of each batch."""
+    return [sorted({int(s.group_id) for s in batch}) for batch in rig.trainer.samples]
+
+
+def even(completion: Completion) -> Scored:
+    """Tells the answers of some groups apart and not those of others."""
+    return Scored(value=float(completion.token_ids[0] >= 9))
+
+
+@pytest.mark.invariant("I01")
+@pytest.mark.invariant("I02")
+async def test_under_drop_a_straggler_stops_nobody_and_ends_as_stale(open_rig: OpenRig) -> None:
+    rig = await open_rig(steps=6, g=2, eta=1, policy=Policy.DROP)
+    late = rig.generator.hold[0] = asyncio.Event()
+    run = asyncio.create_task(rig.run())
+    await rig.trainer.until_entered(3)  # pace would still wait for group 0
+    late.set()
+    await run
+    assert all(0 not in batch for batch in trained(rig))
+    assert rig.fates() == {"trained": 12, "stale": 1}
+    (straggler,) = [r for r in rig.groups() if r.reason == "stale"]
+    assert straggler.group_id == 0
+    tokens = rig.ledger.tokens()
+    assert tokens.wasted["stale"] == tokens.generated - tokens.trained > 0
+
+
+@pytest.mark.invariant("I02")
+async def test_dynamic_sampling_replaces_groups_whose_rewards_are_equal(
+    open_rig: OpenRig, one_turn: type
+) -> None:
+    rig = await open_rig(steps=4, g=2, eta=1, workflow=one_turn(even), dynamic_sampling=True)
+    await rig.run()
+    assert rig.fates()["trained"] == 8
+    assert rig.fates()["filtered"] >= 1
+    for batch in rig.trainer.samples:
+        for group_id in {s.group_id for s in batch}:
+            assert len({s.reward for s in batch if s.group_id == group_id}) > 1
+    tokens = rig.ledger.tokens()
+    assert tokens.wasted["filtered"] == tokens.generated - tokens.trained > 0
+
+
+@pytest.mark.invariant("I03")
+async def test_dynamic_sampling_is_repeatable_on_the_beat(
+    open_rig: OpenRig, one_turn: type
+) -> None:
+    batches = []
+    for delay in (1, 7):
+        rig = await open_rig(steps=4, g=3, workflow=one_turn(even), dynamic_sampling=True)
+        rig.generator.turns = lambda request, delay=delay: (request.group_id * delay) % 11
+        await rig.run()
+        assert rig.fates()["filtered"] >= 1
+        batches.append(rig.trainer.batches)
+    assert batches[0] == batches[1]
+
+
+async def test_a_run_that_never_sees_a_signal_ends_with_the_cause(
+    open_rig: OpenRig, one_turn: type
+) -> None:
+    def always_zero(completion: Completion) -> Scored:
+        return Scored(value=0.0)
+
+    rig = await open_rig(steps=50, g=2, workflow=one_turn(always_zero), max_groups_without_signal=9)
+    with pytest.raises(RolloutError, match=r"the last 9 groups gave nothing.*all rewards of a"):
+        await rig.run()
+    assert rig.fates()["trained"] == 8
+
+
+@pytest.mark.invariant("I02")
+async def test_a_group_past_its_deadline_is_dropped_and_replaced(open_rig: OpenRig) -> None:
+    rig = await open_rig(steps=3, g=2, group_deadline_seconds=0.05)
+    rig.generator.hold[1] = asyncio.Event()  # never set
+    await rig.run()
+    assert trained(rig)[0] == [0, 2]
+    assert rig.fates() == {"trained": 6, "cancelled": 1}
+
+
+async def test_deadlines_that_all_groups_miss_end_the_run(open_rig: OpenRig) -> None:
+    rig = await open_rig(steps=3, g=2, group_deadline_seconds=0.01, max_consecutive_failures=4)
+    rig.generator.hold.update({i: asyncio.Event() for i in range(100)})
+    with pytest.raises(RolloutError, match=r"not complete after 0\.01 s"):
+        await rig.run()
+
+
+async def test_adaptive_lookahead_keeps_the_data_younger_than_the_bound_allows(
+    open_rig: OpenRig,
+) -> None:
+    lags = {}
+    for adaptive in (False, True):
+        rig = await open_rig(steps=30, g=4, eta=4, n=1, adaptive_lookahead=adaptive)
+        await rig.run()
+        lags[adaptive] = [r.metrics["lag/group_mean"] for r in rig.records()]
+        assert max(r.metrics["lag/group_max"] for r in rig.records()) <= 4
+    assert sum(lags[True]) < sum(lags[False])

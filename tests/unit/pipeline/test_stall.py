@@ -1,0 +1,38 @@
+"""What a stalled run says."""
+
+from __future__ import annotations
+
+import asyncio
+
+from offbeat.pipeline.stall import MOST_GROUPS, PendingGroup, pending_text, task_stacks
+
+
+def pending(group_id: int, *requests: str) -> PendingGroup:
+    return PendingGroup(group_id=group_id, row=group_id, age_seconds=12.4, generating=requests)
+
+
+def test_a_pending_group_names_its_row_its_age_and_who_has_it() -> None:
+    assert str(pending(3, "train-3-0-0")) == (
+        "group 3 (row 4, admitted 12 s ago): a generator has train-3-0-0"
+    )
+    assert str(pending(3)).endswith("in its rewards or its workflow")
+    assert str(pending(3, "a", "b", "c", "d")).endswith("a generator has a, b, c, …")
+
+
+def test_the_oldest_groups_are_listed_and_the_others_counted() -> None:
+    lines = pending_text([pending(i) for i in range(MOST_GROUPS + 5)]).splitlines()
+    assert len(lines) == MOST_GROUPS + 1
+    assert lines[-1] == "  and 5 more"
+
+
+async def test_each_task_shows_where_it_waits() -> None:
+    async def inner() -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(inner(), name="one that waits")
+        await asyncio.sleep(0)
+        text = task_stacks(asyncio.all_tasks())
+        task.cancel()
+    (line,) = [line for line in text.splitlines() if "one that waits" in line]
+    assert ".inner (test_stall.py:" in line
