@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow bench check format clean help
+.PHONY: demo test test-slow bench check docs format clean help
 
 help:
 	@echo "make demo       train a tiny model from random weights, asynchronously, on this CPU (about two minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slow  chaos, kill points and the 135M model (under thirty minutes)"
 	@echo "make bench      speed and memory, one JSON line each; against TRL and vLLM with TRL_PYTHON= VLLM_PYTHON="
 	@echo "make check      ruff, mypy and the import rule"
+	@echo "make docs       the pages of docs/ as a site in build/docs; warnings are errors"
 
 $(VENV)/.torch: Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,6 +69,10 @@ check: $(VENV)/.dev
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
 
 format: $(VENV)/.dev
 	$(BIN)/python -m ruff check --fix .

@@ -65,13 +65,17 @@ DIFFERENCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One task. ``trl_threads``: what is fastest for TRL there, where cores allow."""
+    """One task. ``trl_threads``: what is fastest for TRL there, where cores allow.
+
+    ``max_staleness`` is that of the asynchronous runs.
+    """
 
     recipe: str
     steps: int
     reward_threshold: float
     reward_window: int
     trl_threads: int
+    max_staleness: int
     note: str = ""
 
 
@@ -82,6 +86,7 @@ CASES = {
         reward_threshold=0.9,
         reward_window=10,
         trl_threads=1,
+        max_staleness=4,
         note="matrix products of this model are too small to share between threads",
     ),
     "smollm2": Case(
@@ -90,6 +95,7 @@ CASES = {
         reward_threshold=0.7,
         reward_window=3,
         trl_threads=64,
+        max_staleness=1,
     ),
 }
 
@@ -154,6 +160,7 @@ class Contest:
         self._cores = first_cores(threads)
         self._trl_threads = min(trl_threads, threads)
         self._scratch = scratch
+        self._staleness = f"rollout.max_staleness={case.max_staleness}"
         self._overrides = [
             f"model.path={model}",
             "model.dtype=float32",
@@ -173,15 +180,15 @@ class Contest:
 
     @property
     def sync(self) -> list[str]:
-        """Overrides of a synchronous run; a recipe may set the bound itself."""
-        return [*self._overrides, "mode=sync", "rollout.max_staleness=0"]
+        """Overrides of a synchronous run."""
+        return [*self._overrides, "mode=sync"]
 
     def sides(self) -> Mapping[str, Callable[[int], float]]:
         """For ``alternate``."""
         return {
             "offbeat_sync": lambda number: self._offbeat("offbeat_sync", self.sync, number),
             "offbeat_async": lambda number: self._offbeat(
-                "offbeat_async", [*self._overrides, "mode=async"], number
+                "offbeat_async", [*self._overrides, "mode=async", self._staleness], number
             ),
             "trl": self._trl,
         }
