@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import offbeat
-from offbeat.cli import INTERRUPTED, app
+from offbeat.cli import INTERRUPTED, TERMINATED, app
 from offbeat.config import RunConfig, RunMode, load
 from offbeat.config.presets import MODE_PRESETS
 from offbeat.config.schema import Section, paths, section_of, specs
@@ -320,7 +320,7 @@ def offbeat_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_exit_code_of_a_mistake_is_the_documented_one(tmp_path: Path) -> None:
     codes = {row[0]: row[1] for row in table(README, "Exit codes:")}
-    assert set(codes) == {"0", "1", "2", str(INTERRUPTED)}
+    assert set(codes) == {"0", "1", "2", str(INTERRUPTED), str(TERMINATED)}
     done = offbeat_command("train", "nowhere.yaml", cwd=tmp_path)
     assert "configuration" in codes[str(done.returncode)], done.stderr
 
