@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 # One thread per process: oversubscribed OpenMP pools are ten times slower than one core each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Two tests at a time; PARALLEL= for one.
+PARALLEL ?= -n 2 --dist worksteal
 
 .PHONY: demo test test-slow bench check docs format clean help
 
@@ -34,13 +36,14 @@ demo: $(VENV)/.installed
 	$(BIN)/offbeat model init models/reverse --keep --characters "0123456789abcdef=" --hidden 64 --heads 4 \
 		--head-dim 32 --intermediate 64 --max-len 64 --rope-theta 30 --initializer-range 0.12
 	$(BIN)/offbeat train recipes/reverse.yaml mode=async
-	@echo "the same on the beat: $(BIN)/offbeat train recipes/reverse.yaml mode=sync"
+	@echo "to have the command offbeat in this shell: . $(BIN)/activate"
+	@echo "the same on the beat: offbeat train recipes/reverse.yaml mode=sync"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not device"
+	$(BIN)/python -m pytest -m "not slow and not device" $(PARALLEL)
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "slow and not device"
+	$(BIN)/python -m pytest -m "slow and not device" $(PARALLEL)
 
 # Smaller sizes than docs/performance.md quotes; benchmarks/README.md has those. BENCH_MODEL=models/tiny
 # is over in minutes. Stdout has the JSON lines only.

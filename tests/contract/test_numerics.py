@@ -502,6 +502,7 @@ def test_prefix_sharing_leaves_the_gradient(
     assert distance(shared, separate) < GRADIENT
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_two_threads() -> None:
     """In a process of its own, because a thread pool's size is best set before torch starts."""
     # Passive: a thread that spins for a descheduled partner takes seconds a step on a busy machine.

@@ -24,7 +24,7 @@ from offbeat.model.init import init_model
 from offbeat.model.load import load_model
 from offbeat.protocols import Trainer
 from offbeat.train.actor import PPOActor
-from offbeat.train.client import TARGET, RemoteTrainer, TrainerSpec
+from offbeat.train.client import TARGET, RemoteTrainer, Restore, TrainerSpec
 from offbeat.train.engine import SingleDeviceEngine
 from offbeat.types import (
     GenerateRequest,
@@ -97,7 +97,7 @@ def samples(model_path: Path) -> list[TrainSample]:
     return rows
 
 
-def worker_spec(model_path: Path) -> WorkerSpec:
+def worker_spec(model_path: Path, restore: Restore | None = None) -> WorkerSpec:
     spec = TrainerSpec(
         model_path=str(model_path),
         dtype=None,
@@ -109,6 +109,7 @@ def worker_spec(model_path: Path) -> WorkerSpec:
         actor=ACTOR,
         # The rows and the updates computed here are of models as they are loaded.
         onednn_linears=False,
+        restore=restore,
     )
     return WorkerSpec(name="trainer", target=TARGET, payload=encode(spec))
 
@@ -170,7 +171,7 @@ async def test_refused_batches_leave_version_and_weights(
     empty = [dataclasses.replace(s, loss_mask=s.loss_mask & False) for s in samples]
     with pytest.raises(WeightSyncError, match="trainer: asked to produce version 2"):
         await updated(trainer, samples, V2)
-    with pytest.raises(NonFiniteLoss, match=r"groups 0$"):
+    with pytest.raises(NonFiniteLoss, match=r"groups 0; the rewards go from nan"):
         await updated(trainer, changed(samples, reward=float("nan")), V1)
     with pytest.raises(TrainingError, match="recorded by the generator"):
         await updated(trainer, off, V1)
@@ -250,6 +251,30 @@ async def test_published_file_loads_in_transformers(
     shutil.copyfile(published.uri, tmp_path / "copy" / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
     assert digest_of_params(dict(model.named_parameters())) == published.digest
+
+
+@pytest.mark.invariant("I04")
+async def test_trainer_restored_from_a_snapshot_is_where_the_other_one_was(
+    scheduler: Scheduler,
+    trained: Trained,
+    here: list[tuple[StepReport, str]],
+    samples: list[TrainSample],
+    model_path: Path,
+    tmp_path: Path,
+) -> None:
+    state = await trained.trainer.snapshot()
+    assert (state.tensors.version, state.optimizer_steps) == (V2, 4)
+    file = tmp_path / "trainer.safetensors"
+    shutil.copyfile(state.tensors.uri, file)
+    place = Restore(path=str(file), version=V2, optimizer_steps=state.optimizer_steps)
+    spec = dataclasses.replace(worker_spec(model_path, place), name="restored")
+    other = RemoteTrainer(await scheduler.start(spec), update_timeout=30)
+    published = await other.publish()
+    assert (published.version, published.digest) == (V2, here[-1][1])
+    with pytest.raises(WeightSyncError, match="asked to produce version 1"):
+        await updated(other, samples, V1)
+    assert await other.environment() == state.environment
+    await updated(other, samples, V3)
 
 
 async def test_publication_asked_for_during_an_update_has_one_of_the_two_versions(

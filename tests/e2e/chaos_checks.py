@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from offbeat.observe.ledger import LedgerRow, read_groups
 from offbeat.pipeline.chaos.judge import judge
 
 TIMES = ("throughput/", "wait/", "train/", "weights/", "generate/pause", "generate/restarts")
@@ -38,11 +39,14 @@ def fates(lab: Any, trial: str = "run") -> dict[str, int]:
         return dict(found)
 
 
-def details(lab: Any, reason: str, trial: str = "run") -> str:
+def rows(lab: Any, trial: str = "run") -> tuple[LedgerRow, ...]:
+    """Every group of the run."""
+    return read_groups(lab.run_dir(trial) / "run.db")
+
+
+def details(lab: Any, reason: str) -> str:
     """Why groups were dropped for ``reason``, one per line."""
-    with closing(sqlite3.connect(lab.run_dir(trial) / "run.db")) as ledger:
-        found = ledger.execute("SELECT detail FROM groups WHERE reason = ?", (reason,))
-        return "\n".join(detail for (detail,) in found)
+    return "\n".join(row.detail for row in rows(lab) if row.reason == reason)
 
 
 def shared_memory() -> set[str]:

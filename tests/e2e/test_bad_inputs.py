@@ -249,6 +249,28 @@ CONFIGURATION = [
     train("out of range", "train_dataset.batch_size=0", "train_dataset.batch_size: 0", ">= 1"),
     train("an unknown mode", "mode=asynk", "'asynk'", "one of sync, async; did you mean 'async'?"),
     train("a folder name with a slash", "trial_name=a/b", "trial_name: 'a/b'", "a folder name"),
+    train("a folder name without end", f"trial_name={'a' * 300}", "trial_name", "200 bytes"),
+    train("a folder that no file system takes", f"fileroot={'a' * 300}", "fileroot", "too long"),
+    train(
+        "an integer without end",
+        f"total_train_steps={'9' * 24}",
+        "total_train_steps: 999",
+        "not an integer >= 1",
+        "the largest integer here is 2147483647",
+    ),
+    train("a number beyond floats", f"actor.optimizer.lr={'9' * 400}", "actor.optimizer.lr: 99"),
+    train(
+        "a heartbeat without a pause",
+        "generator.heartbeat_seconds=1e-9",
+        "generator.heartbeat_seconds: 1e-09",
+        ">= 0.1",
+    ),
+    train("too many processes", "generator.replicas=100000", "generator.replicas", "<= 256"),
+    train("too many slots", "generator.slots=100000000", "generator.slots", "<= 65536"),
+    written("brackets without end", f"seed: {'[' * 3000}\n", "bad.yaml", "nested without end"),
+    written("an alias within itself", "model: &a {x: *a}\n", "bad.yaml", "alias (*name)"),
+    written("a number of 5000 digits", f"seed: {'9' * 5000}\n", "bad.yaml: not a configuration"),
+    train("brackets without end in a value", f"seed={'[' * 3000}", "not valid YAML"),
     train(
         "stale without correction",
         ("mode=async", "actor.use_decoupled_loss=false"),
@@ -306,6 +328,33 @@ USAGE = [
 DATA = [
     data("no rows", "", "train_dataset.path", "'rows.jsonl'", "no rows"),
     data("a line that is not JSON", '{"prompt": "1"}\nhello\n', "rows.jsonl:2", "not JSON"),
+    data(
+        "a number of 5000 digits in a row",
+        f'{{"prompt": "1"}}\n{{"prompt": "1", "n": {"9" * 5000}}}\n',
+        "rows.jsonl:2",
+        "more than 4300 digits",
+        "as a text",
+    ),
+    data("brackets without end in a row", "[" * 5000, "rows.jsonl:1", "nested too deep"),
+    data(
+        "half a character",
+        '{"prompt": "1"}\n{"prompt": "\\ud800"}\n',
+        "rows.jsonl:2",
+        "\\ud800 without its other half",
+    ),
+    train(
+        "half a character from a function",
+        "train_dataset.path=halves:rows",
+        "halves:rows: row 1",
+        "U+D800",
+        files={"halves.py": "def rows():\n    return [{'prompt': '\\ud800', 'answer': ''}]\n"},
+    ),
+    data(
+        "a key twice in a row",
+        '{"prompt": "1", "answer": "2", "answer": "3"}\n',
+        "rows.jsonl:1",
+        "the key 'answer' twice",
+    ),
     data("a line that is no object", rows({"prompt": "1"}, 3), "rows.jsonl:2", "object", "int"),
     data("Latin-1", '{"prompt": "é"}\n'.encode("latin-1"), "rows.jsonl:1", "not UTF-8"),
     data("UTF-16", rows({"prompt": "1"}).encode("utf-16"), "rows.jsonl:1", "not UTF-8"),
@@ -360,6 +409,7 @@ DATA = [
         "prompt, answer",
     ),
     train("no such data", "train_dataset.path=absent.jsonl", "train_dataset.path", "absent.jsonl"),
+    train("a path that no file system takes", f"train_dataset.path={'a' * 300}", "too long"),
     train("no such function", "train_dataset.path=task:row", "train_dataset.path", "'row'", "rows"),
     train(
         "no rows from a function",
@@ -391,7 +441,7 @@ DATA = [
         "train_dataset.path=hub:nobody/nothing",
         "train_dataset.path",
         "datasets package",
-        "pip install 'offbeat[hub]'",
+        "pip install datasets",
         before="import sys; sys.modules['datasets'] = None",
     ),
     Row(
@@ -408,6 +458,7 @@ MODEL = [
     train(
         "a model of the hub", "model.path=some/model", "no folder some/model", "hf download some/"
     ),
+    train("a folder name that no file system takes", f"model.path={'a' * 300}", "too long"),
     train("a file", "model.path=task.py", "model.path: task.py is a file", "offbeat model import"),
     train(
         "a folder without a model", "model.path=.", "model.path: . has no config.json", "name the"
@@ -517,10 +568,9 @@ MODEL = [
     ),
     train(
         "a GPU that is not there",
-        "model.device=cuda",
-        "cuda",
-        starts=True,
-        loads=True,
+        ("--dry-run", "model.device=cuda"),
+        "model.device: cuda is not there",
+        "auto or cpu",
         environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
     Row(
@@ -554,7 +604,7 @@ MODEL = [
     Row(
         name="GGUF without its package",
         arguments=("model", "import", "m.gguf", "new"),
-        says=("gguf package", "pip install 'offbeat[gguf]'"),
+        says=("gguf package", "pip install gguf"),
         files={"m.gguf": b"GGUF1234"},
         before="import sys; sys.modules['gguf'] = None",
     ),
@@ -736,8 +786,14 @@ ENVIRONMENT = [
         "stats_logger.wandb={}",
         "stats_logger.wandb",
         "wandb package",
-        "pip install 'offbeat[wandb]'",
+        "pip install wandb",
         before="import sys; sys.modules['wandb'] = None",
+    ),
+    Row(
+        name="a timeline of a run without spans",
+        arguments=("timeline", "old", "out.png"),
+        says=("old/spans.jsonl: no such file", "hence no picture"),
+        files={"old/config.yaml": "{}"},
     ),
     Row(name="no run", arguments=("show", "latest"), says=("latest", "runs", "--fileroot")),
     Row(name="a folder that is no run", arguments=("show", "model"), says=("model: not a run",)),

@@ -7,7 +7,9 @@ import signal
 from typing import Any
 
 import pytest
-from chaos_checks import check_run, details, fates, max_staleness
+from chaos_checks import check_run, details, fates, max_staleness, rows
+
+from offbeat.types import DropReason
 
 PLUGIN = '''
 import asyncio
@@ -92,8 +94,11 @@ def test_under_drop_the_run_goes_on_and_a_straggler_beyond_the_bound_is_dropped(
     (plugin.folder / "go").touch()
     assert run.end() == 0, run.output
     check_run(plugin)
-    assert fates(plugin) == {"trained": 80, "stale": 1}
-    assert f"max_staleness is {max_staleness(plugin)}" in details(plugin, "stale")
+    assert set(fates(plugin)) == {"trained", "stale"}
+    assert fates(plugin)["trained"] == 80
+    (straggler,) = (row for row in rows(plugin) if row.group_id == 5)
+    assert straggler.reason is DropReason.STALE
+    assert f"max_staleness is {max_staleness(plugin)}" in straggler.detail
 
 
 @pytest.mark.slow
@@ -120,13 +125,13 @@ def test_poisoned_rewards_cost_their_groups_and_each_poison_is_named(
     plugin: Any, mode: str
 ) -> None:
     run = plugin.train(
-        "rollout.reward_fn=chaos_task:poisoned", f"mode={mode}", "total_train_steps=10", *PATIENT
+        "rollout.reward_fn=chaos_task:poisoned", f"mode={mode}", "total_train_steps=6", *PATIENT
     )
     assert run.end() == 0, run.output
     check_run(plugin)
     ended = fates(plugin)
-    assert ended["trained"] == 20
-    assert ended["invalid_reward"] >= 12
+    assert ended["trained"] == 12
+    assert ended["invalid_reward"] >= 8
     why = details(plugin, "invalid_reward")
     for poison in ("KeyError: 'no such answer'", "returned nan", "after 0.3 s", "exit code 7"):
         assert poison in why

@@ -125,7 +125,7 @@ def test_a_model_of_the_hub_comes_from_the_cache_and_else_names_the_way_out(
     asked = (*ROWS[:2], *REWARD, "model.max_model_len=64", "gconfig.max_new_tokens=4", "--json")
     absent = offbeat("eval", "acme/tiny", *asked)
     assert absent.returncode == 2
-    assert "acme/tiny of the Hugging Face hub; without a network, fetch it" in absent.stderr
+    assert "acme/tiny is no folder and no run here" in absent.stderr
     assert "Traceback" not in absent.stderr
 
     cached = lab.folder / "hub" / "hub" / "models--acme--tiny"

@@ -60,6 +60,7 @@ def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
     assert re.search(r"mean reward 0\.\d\d at the start", output)
 
 
+@pytest.mark.slow
 def test_in_a_notebook_run_names_arun_which_can_be_awaited_there(tmp_path: Path) -> None:
     cells = short_notebook()
     (told,) = re.findall(r"^# (summary = await .*)$", cells, re.MULTILINE)
@@ -93,6 +94,7 @@ def run_readme(example: str, folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_the_two_turn_tool_trains_on_both_turns(tmp_path: Path) -> None:
     summary = run_readme("two_turn_tool", tmp_path)
     assert summary["status"] == "completed"

@@ -221,6 +221,14 @@ def test_a_worker_killed_while_it_starts_ends_the_run_and_is_named(lab: Any, vic
 
 
 @pytest.mark.slow
+@pytest.mark.invariant("I12")
+@pytest.mark.invariant("I13")
+def test_a_trainer_that_hangs_ends_the_run_and_is_named(lab: Any) -> None:
+    run = lab.at("update", "rollout.stall_seconds=3")
+    check_failed(lab, run, run.end(within=SOON), "trainer has not answered for 3 s")
+
+
+@pytest.mark.slow
 @pytest.mark.invariant("I13")
 def test_a_reward_process_that_is_killed_costs_its_job_only(lab: Any) -> None:
     run = lab.train("rollout.reward_fn=task:hanging_once", "gconfig.n_samples=3")

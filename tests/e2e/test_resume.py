@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 
 SAVED = ("saver.at_end=true", "saver.freq_steps=3")
+EVALUATED = (
+    "valid_dataset={path: 'task:rows', args: {name: valid, n: 2}}",
+    "evaluator.freq_steps=2",
+)
 OFTEN = "recover.freq_steps=1"
 STEPS = 6
 LONG = 20
@@ -98,7 +102,7 @@ def check_ledger(lab: Any, trial: str, steps: int) -> None:
     assert sorted(row[2] for row in rows if row[1] == "trained") == sorted(
         step for step in range(1, steps + 1) for _ in range(2)
     )
-    metrics = lab.metrics(trial)
+    metrics = [m for m in lab.metrics(trial) if m["step"] > 0]
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     assert sum(m["groups/admitted_count"] for m in metrics) == len(rows)
     assert max(m["lag/group_max"] for m in metrics) <= 4
@@ -107,26 +111,38 @@ def check_ledger(lab: Any, trial: str, steps: int) -> None:
     assert files == [f"step-{step:06d}.parquet" for step in range(1, steps + 1)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
 @pytest.mark.invariant("I04")
 def test_a_synchronous_run_that_was_killed_ends_with_the_bits_of_an_uninterrupted_one(
     lab: Any,
 ) -> None:
     steps = f"total_train_steps={STEPS}"
-    calm = lab.train("trial_name=calm", steps, *SAVED)
+    calm = lab.train("trial_name=calm", steps, *SAVED, *EVALUATED)
     assert calm.end() == 0, calm.output
-    run = lab.train("trial_name=killed", steps, OFTEN, *SAVED)
+    told = ("trial_name=killed", steps, OFTEN, *SAVED, *EVALUATED)
+    run = lab.train(*told)
     until_snapshot(lab, run, "killed", 3)
     kill(run)
-    refused = lab.train("trial_name=killed", steps, OFTEN, *SAVED)
-    assert refused.end() == 2
-    assert "holds a run already" in refused.output
-    assert "--resume continues it" in refused.output
-    resumed = resume(lab, "trial_name=killed", steps, OFTEN, *SAVED)
+    resumed = resume(lab, *told)
     assert "resuming from" in resumed.output
     check_equal(lab, "killed", "calm")
     check_ledger(lab, "killed", STEPS)
     assert [p.name for p in snapshots(lab, "killed")] == ["step-000005", "step-000006"]
-    again = lab.train("trial_name=killed", steps, "--resume")
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_names_the_way_to_continue_it_and_a_complete_one_cannot(lab: Any) -> None:
+    told = (OFTEN, SLOW, f"total_train_steps={STEPS}")
+    run = lab.train(*told)
+    until_step(lab, run, "run", 1)
+    kill(run)
+    refused = lab.train(*told)
+    assert refused.end() == 2
+    assert "holds a run already" in refused.output
+    assert "--resume continues it" in refused.output
+    resume(lab, *told)
+    again = lab.train(*told, "--resume")
     assert again.end() == 2
     assert "is complete" in again.output
 
@@ -243,6 +259,9 @@ def test_resume_without_a_run_says_what_it_looked_for(lab: Any) -> None:
     run = lab.train("trial_name=nothing", "--resume")
     assert run.end() == 2
     assert "there is no unfinished run in runs/e2e/nothing to resume" in run.output
+    run = lab.train("--dry-run", "--resume")
+    assert run.end() == 2
+    assert "leave --resume out" in run.output
 
 
 # --- random kill points
@@ -284,6 +303,7 @@ def test_synchronous_runs_killed_anywhere_end_with_the_same_bits(lab: Any, capsy
     told = (
         f"total_train_steps={LONG}",
         OFTEN,
+        *EVALUATED,
         "saver.at_end=true",
         "saver.freq_steps=4",
         "saver.mode=async",

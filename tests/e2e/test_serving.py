@@ -24,6 +24,9 @@ from offbeat.model.init import init_model
 SOON = 2.0
 """Seconds within which a server must have ended."""
 
+HOSTILE = ({"stop_token_ids": [2**63]}, {"temperature": 1e-40}, {"top_k": 10**30})
+"""What no engine can serve; one that tried would fail all that it serves beside it."""
+
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
 
 
@@ -170,6 +173,9 @@ def test_a_run_answers_while_it_trains_and_its_weights_do_not_notice(lab: Any) -
     run = lab.train(*steps, "trial_name=asked", "gateway.port=0", "gateway.token=secret")
     versions: set[int] = set()
     with client_of(run, "secret") as client:
+        for option in HOSTILE:
+            with pytest.raises(openai.BadRequestError, match=next(iter(option))):
+                client.completions.create(model="e2e", prompt="1=", extra_body=option)
         while run.process.poll() is None and len(versions) < 3:
             (model,) = client.models.list()
             assert model.id == "e2e"
@@ -180,6 +186,7 @@ def test_a_run_answers_while_it_trains_and_its_weights_do_not_notice(lab: Any) -
             assert wrote >= (model.model_extra or {})["version"]
             versions.add(wrote)
     assert run.end() == 0, run.output
+    assert "Traceback" not in run.output
     assert alone.end() == 0, alone.output
     assert len(versions) == 3, "answers of several versions, while the run went on"
     files = [
@@ -214,6 +221,12 @@ def test_the_newest_checkpoint_of_a_run_is_asked(lab: Any) -> None:
         (("serve", "model", "--host", "0.0.0.0"), "--host: other machines can reach 0.0.0.0"),
         (("serve", "model", "--max-len", "5000"), "--max-len: 5000 is more than the 4096 tokens"),
         (("generate", "model"), "there is no prompt"),
+        (("generate", "model", "1", "--temperature", "1e-40"), "--temperature: 1e-40 is neither 0"),
+        (("generate", "model", "1+1=\udcff"), "prompt 1: character 5 of the text is the byte 0xff"),
+        (
+            ("generate", "model", "--file", "half.jsonl"),
+            "half.jsonl:2: character 2 of the text is U+D800",
+        ),
         (("generate", "model", "1", "--file", "rows.jsonl"), "give one of them"),
         (
             ("generate", "model", "--file", "rows.jsonl"),
@@ -227,10 +240,30 @@ def test_what_cannot_be_asked_is_said_in_one_line(
     lab: Any, arguments: tuple[str, ...], says: str
 ) -> None:
     (lab.folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"question": "2"}\n')
+    (lab.folder / "half.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2\\ud800"}\n')
     done = ask(lab, *arguments)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_bytes_on_standard_input_that_are_no_text_are_named_with_their_line(
+    lab: Any, locale: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "generate", "model"],
+        cwd=lab.folder,
+        env={**os.environ, "LC_ALL": locale},
+        input=b"1+1=\n1+1=\xff\n",
+        capture_output=True,
+        timeout=50,
+    )
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        "error: line 2: character 5 of the text is the byte 0xff, which is not UTF-8: a model "
+        "reads Unicode text only\n"
+    )
 
 
 def test_generate_writes_n_answers_to_each_prompt_in_order(lab: Any, chatty: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 
 SOON = 10.0
 """Seconds within which an interrupted run must have ended."""
+
+AT_ONCE = 5.0
+"""The same where somebody asked twice, less than the patience with a worker that hangs."""
 
 STAGES = [
     "generation",
@@ -25,7 +30,8 @@ def check_interrupted(lab: Any, run: Any, code: int, expected: int = 130) -> Non
     assert code == expected, run.output
     assert "interrupted" in run.output
     assert "Traceback" not in run.output
-    assert "never retrieved" not in run.output
+    for ugly in ("never retrieved", "was destroyed", "Unclosed", "ignored", "survives"):
+        assert ugly not in run.output
     assert lab.summary()["status"] == "interrupted"
     groups = lab.summary()["groups"]
     assert groups["open"] == 0
@@ -79,7 +85,7 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_hangs(lab: Any, stage: str, hung
 @pytest.mark.slow
 @pytest.mark.invariant("I13")
 @pytest.mark.parametrize("stage", ["start", "generation", "update", "save"])
-def test_a_second_ctrl_c_during_the_clean_up_leaves_nothing_behind_either(
+def test_a_second_ctrl_c_during_the_clean_up_makes_it_quicker_and_no_uglier(
     lab: Any, stage: str
 ) -> None:
     run = lab.at(stage)
@@ -88,7 +94,48 @@ def test_a_second_ctrl_c_during_the_clean_up_leaves_nothing_behind_either(
     # The first worker to go shows that the clean-up goes on; in update and save one of them hangs.
     run.until("the clean-up", lambda: set(run.workers()) < before)
     run.interrupt()
-    assert run.end(within=SOON) in (130, -signal.SIGINT), run.output
+    check_interrupted(lab, run, run.end(within=AT_ONCE))
+
+
+@pytest.mark.invariant("I13")
+@pytest.mark.parametrize(
+    ("stage", "pauses"),
+    [
+        ("generation", (0.01,)),
+        *(
+            pytest.param(stage, pauses, marks=pytest.mark.slow)
+            for stage in ("start", "reward", "update", "save")
+            for pauses in ((0.01,), (0.5,), (0.1, 0.1, 0.1))
+        ),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_signals_that_come_again_and_again_interrupt_a_run_once(
+    lab: Any, stage: str, pauses: tuple[float, ...], number: signal.Signals
+) -> None:
+    run = lab.at(stage)
+    os.kill(run.pid, number)
+    for pause in pauses:
+        time.sleep(pause)
+        with suppress(ProcessLookupError):
+            os.kill(run.pid, number)
+    code = 130 if number is signal.SIGINT else 143
+    check_interrupted(lab, run, run.end(within=AT_ONCE), code)
+
+
+@pytest.mark.slow
+def test_signals_before_the_run_has_begun_leave_one_that_can_be_shown(lab: Any) -> None:
+    run = lab.train()
+    run.until_text("run folder")
+    for _ in range(2):
+        os.kill(run.pid, signal.SIGTERM)
+    assert run.end(within=SOON) == 143, run.output
+    assert "Traceback" not in run.output
+    if not (lab.run_dir() / "config.yaml").exists():
+        return  # stopped before anything was written
+    shown = lab.start("show", str(lab.run_dir()))
+    assert shown.end() == 0, shown.output
+    assert "interrupted after 0 steps" in shown.output
 
 
 @pytest.mark.slow

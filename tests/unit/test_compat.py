@@ -75,6 +75,12 @@ def test_an_areal_that_is_installed_is_not_hidden(tmp_path: Path) -> None:
     assert "AReaL is installed" in done.stderr
 
 
+def test_a_script_that_is_not_there_is_one_line_and_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "offbeat.compat.areal", "absent.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: there is no script absent.py\n")
+
+
 def test_without_a_script_the_usage_is_shown() -> None:
     command = [sys.executable, "-m", "offbeat.compat.areal"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)

@@ -35,6 +35,7 @@ NAMED_BLOCK = re.compile(
     r"^`([\w./-]+\.[a-z]+)`(?:(?!\n\n).)*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 MIGRATION = "docs/migrating-"
+RUN_FOLDERS = ("runs", "models", "rollouts", "checkpoints", "snapshots", "logs")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 
@@ -109,7 +110,7 @@ def test_every_module_and_recipe_named_exists(name: str) -> None:
     shown = {word for word, _ in NAMED_BLOCK.findall((ROOT / name).read_text("utf-8"))}
     for word in CODE.findall(prose(ROOT / name)):
         if re.fullmatch(r"(?:[\w.]+/)*[\w.]+\.(?:py|yaml|md)|(?:[\w.]+/)+", word):
-            made = word.split("/")[0] in ("runs", "models", "rollouts", "checkpoints", "logs")
+            made = word.split("/")[0] in RUN_FOLDERS
             of_a_run = word in ("config.yaml", "sums.yaml", "sums.py", "utils.py")
             found = any((base / word).exists() for base in (ROOT, PACKAGE))
             assert found or made or of_a_run or word in shown, f"{name} names {word}"

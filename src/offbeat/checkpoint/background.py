@@ -30,6 +30,7 @@ import msgspec
 
 from offbeat.checkpoint.writer import Copied, Done, Failed, Job, Reply
 from offbeat.errors import CheckpointError, boundary, by_name
+from offbeat.launch.interrupts import patience
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class _WriterProcess:
     async def stop(self) -> int:
         """Ask it to end by closing its stdin, kill it after a grace period; its exit code."""
         try:
-            async with asyncio.timeout(_EXIT_SECONDS):
+            async with patience(_EXIT_SECONDS):
                 self._jobs.close()
                 return await self._process.wait()
         except TimeoutError:
@@ -256,10 +257,12 @@ class BackgroundWriter:
             log.error("closing the saver failed: %s", failure)
 
     async def _hurry(self) -> None:
-        """Who interrupts a run waits for a write that goes on, not for a disk that hangs."""
-        flight, process = self._in_flight, self._process
+        """Who interrupts a run waits for a write that goes on, not for a disk that hangs; who does
+        so twice, for nothing.
+        """
+        flight, process, asked = self._in_flight, self._process, time.monotonic()
         try:
-            async with asyncio.timeout(_EXIT_SECONDS):
+            async with patience(_EXIT_SECONDS):
                 await self.wait()
         except TimeoutError:
             assert flight is not None
@@ -268,7 +271,7 @@ class BackgroundWriter:
             await process.death()
             raise CheckpointError(
                 f"step {flight.step}: {flight.path} was not saved: its writer was killed "
-                f"{_EXIT_SECONDS:g} s after the run was interrupted"
+                f"{time.monotonic() - asked:.1f} s after the run was interrupted"
             ) from None
 
     async def _living(self) -> _WriterProcess:

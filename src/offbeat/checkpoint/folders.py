@@ -42,7 +42,8 @@ def _hidden(final: Path, kind: str) -> Path:
     return final.parent / f".{final.name}.{kind}-{os.getpid()}"
 
 
-def _sync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until what was written to a file, or a folder's list of names, is on the device."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -52,8 +53,8 @@ def _sync(path: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+        flush(path)
+    flush(folder)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def replacing(final: Path) -> Iterator[Path]:
 def _rename(aside: Path, final: Path) -> None:
     if not final.exists():
         aside.rename(final)
-        _sync(final.parent)
+        flush(final.parent)
         return
     old = _hidden(final, "old")
     shutil.rmtree(old, ignore_errors=True)
@@ -89,7 +90,7 @@ def _rename(aside: Path, final: Path) -> None:
     except OSError:
         old.rename(final)
         raise
-    _sync(final.parent)
+    flush(final.parent)
     shutil.rmtree(old)
 
 
@@ -100,7 +101,7 @@ def point_latest(folder: Path) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(folder.name)
     aside.replace(link)
-    _sync(folder.parent)
+    flush(folder.parent)
 
 
 def latest(directory: Path) -> Path | None:

@@ -17,7 +17,7 @@ follow from the seed, the group ids and the version, so these numbers are their 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -101,14 +101,22 @@ class Snapshots:
 
     Args:
         snapshots_dir: where; made when the first one is written.
+        needs: files that hold the rest of what a resumed run reads. They are flushed before each
+            generation, which thus never knows of more than a crash of the machine leaves.
         keep: how many of the newest stay.
         deadline_seconds: bound of every wait for the writer.
     """
 
     def __init__(
-        self, snapshots_dir: Path, *, keep: int, deadline_seconds: float = DEADLINE_SECONDS
+        self,
+        snapshots_dir: Path,
+        *,
+        needs: Sequence[Path] = (),
+        keep: int,
+        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         self._dir = snapshots_dir.absolute()
+        self._needs = tuple(str(path.absolute()) for path in needs)
         self._keep = keep
         self._writer = BackgroundWriter(mode=SaveMode.ASYNC, deadline_seconds=deadline_seconds)
 
@@ -141,6 +149,7 @@ class Snapshots:
             save=SaveManifest(step=run.step, version=run.version),
             snapshots_dir=str(self._dir),
             out_dir=str(path),
+            needs=self._needs,
             keep=self._keep,
         )
         await self._writer.submit(job, step=run.step, path=path, wait_for_copy=False)

@@ -27,7 +27,7 @@ from typing import BinaryIO, TypeAlias
 import msgspec
 import xxhash
 
-from offbeat.checkpoint.folders import point_latest, prune, replacing, sweep
+from offbeat.checkpoint.folders import flush, point_latest, prune, replacing, sweep
 from offbeat.checkpoint.manifest import FileEntry, FolderManifest, SaveManifest, seal
 from offbeat.errors import CheckpointError, OffbeatError, boundary
 from offbeat.types import WeightUpdate
@@ -77,7 +77,7 @@ class SaveJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class SnapshotJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One snapshot to write: ``tensors``, which stay as they are until it is done, and ``state`` as
-    text.
+    text. ``needs`` are files that a run resumed from it reads too: they are flushed before.
     """
 
     tensors: WeightUpdate
@@ -85,6 +85,7 @@ class SnapshotJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     save: SaveManifest
     snapshots_dir: str
     out_dir: str
+    needs: tuple[str, ...]
     keep: int
 
 
@@ -266,6 +267,9 @@ def _snapshot(job: SnapshotJob) -> FolderManifest:
     there = Path(job.snapshots_dir)
     with boundary(CheckpointError, f"tidy {there}"):
         sweep(there)
+        for needed in map(Path, job.needs):
+            if needed.exists():
+                flush(needed)
     manifest = write_snapshot(job.tensors, job.state, Path(job.out_dir), job.save)
     with boundary(CheckpointError, f"tidy {there}"):
         prune(there, job.keep)

@@ -8,9 +8,11 @@ so that ``--help`` and mistakes answer at once.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
+import time
 import traceback
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -34,6 +36,9 @@ from offbeat.errors import ConfigError, DataError, ModelError, OffbeatError, bou
 UNUSABLE = (ConfigError, DataError, ModelError)
 INTERRUPTED = 130
 TERMINATED = 143
+
+DEAF_SECONDS = 1.0
+"""After Ctrl-C, how long another one is taken for the same."""
 
 app = typer.Typer(
     help="Reinforcement learning for language models, on the beat (synchronous) or off it "
@@ -96,24 +101,43 @@ def _fail(error: OffbeatError, debug: bool) -> NoReturn:
     sys.exit(2 if isinstance(error, UNUSABLE) else 1)
 
 
-class _Termination:
-    """SIGTERM ends a command as Ctrl-C does; ``asked`` tells the two apart afterwards."""
+class _Signals:
+    """Ctrl-C and SIGTERM: both end a command in the same way, and once however often they come.
+
+    ``terminated`` tells the two apart afterwards. While an event loop runs, Ctrl-C belongs to
+    `offbeat.launch.interrupts`.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.terminated = False
+        self._deaf_until = 0.0
 
     def install(self) -> None:
-        """From here on SIGTERM comes to this object."""
+        """From here on both signals come to this object."""
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             # A shell lets its background jobs ignore Ctrl-C. Blocked, it still does nothing, but
-            # has a handler, which the event loop replaces by one that ends in order.
+            # has a handler, which an event loop replaces by one that ends in order.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, self)
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGTERM, self._terminate)
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler: goes on as SIGINT, to whatever handles that now."""
-        self.asked = True
+    def end(self) -> None:
+        """The command is ending: from here on nothing disturbs it, to the end of the process."""
+        self._deaf_until = math.inf
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # A second one would be raised into the end that the first one began. It is heard again
+        # after a while: Python drops what is raised in a finalizer.
+        now = time.monotonic()
+        if now >= self._deaf_until:
+            self._deaf_until = now + DEAF_SECONDS
+            raise KeyboardInterrupt
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """Goes on as SIGINT, to whatever handles that now."""
+        self.terminated = True
         # Sent before it is unblocked, and to the process: one with a Ctrl-C that was held back.
         os.kill(os.getpid(), signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -123,8 +147,8 @@ def main() -> None:
     """Run the command line; tracebacks only with ``--debug``, which may stand anywhere."""
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     debug = len(args) < len(sys.argv) - 1
-    termination = _Termination()
-    termination.install()
+    signals = _Signals()
+    signals.install()
     try:
         with boundary(OffbeatError, "unexpected error (--debug shows where)"):
             app(["--debug", *args] if debug else args)
@@ -133,5 +157,6 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt) as left:
         if isinstance(left, SystemExit) and left.code != INTERRUPTED:
             raise
-        typer.echo("interrupted by SIGTERM" if termination.asked else "interrupted", err=True)
-        sys.exit(TERMINATED if termination.asked else INTERRUPTED)
+        signals.end()
+        typer.echo("interrupted by SIGTERM" if signals.terminated else "interrupted", err=True)
+        sys.exit(TERMINATED if signals.terminated else INTERRUPTED)

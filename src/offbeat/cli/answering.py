@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offbeat.config.generation import (
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    MOST_TOP_K,
+    temperature_problem,
+)
 from offbeat.config.model import DType
-from offbeat.errors import ModelError
+from offbeat.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from offbeat.generate.session import SessionSpec
@@ -45,9 +51,12 @@ MaxTokens = Annotated[
         min=1, help=f"Longest answer, tokens; default {DEFAULT_TOKENS}, or less where less fits."
     ),
 ]
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+Temperature = Annotated[
+    float,
+    typer.Option(min=0, help=f"0 is greedy, else {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}."),
+]
 TopP = Annotated[float, typer.Option(min=1e-6, max=1, help="1 is off.")]
-TopK = Annotated[int, typer.Option(min=0, help="0 is off.")]
+TopK = Annotated[int, typer.Option(min=0, max=MOST_TOP_K, help="0 is off.")]
 MinP = Annotated[float, typer.Option(min=0, max=1, help="0 is off.")]
 Stop = Annotated[
     list[str] | None, typer.Option(help="A string that ends an answer; may be given again.")
@@ -100,9 +109,16 @@ def session_spec(
 def sampling(
     *, temperature: float, top_p: float, top_k: int, min_p: float, stop: list[str] | None
 ) -> SamplingParams:
-    """How to sample, but for the length."""
+    """How to sample, but for the length.
+
+    Raises:
+        ConfigError: no answer can be sampled at this temperature.
+    """
     from offbeat.types import SamplingParams
 
+    wrong = temperature_problem(temperature)
+    if wrong is not None:
+        raise ConfigError(f"--temperature: {wrong}")
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,

@@ -23,7 +23,8 @@ def chaos(
     minutes: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="End the run after so long; left out, it runs as long as configured."
+            min=0.1,
+            help="End the run so long after its first step; left out, it is as long as configured.",
         ),
     ] = None,
 ) -> None:

@@ -17,6 +17,7 @@ import typer
 from offbeat.cli import answering
 from offbeat.cli.arguments import Fileroot
 from offbeat.errors import DataError, PromptTooLong, true_cause
+from offbeat.launch import interrupts
 
 if TYPE_CHECKING:
     from offbeat.data.tokens import TextCodec
@@ -66,7 +67,7 @@ def chat(
     params = answering.sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop
     )
-    asyncio.run(_chat(spec, params, max_tokens, seed, system))
+    interrupts.run(_chat(spec, params, max_tokens, seed, system))
 
 
 def _check_system(system: str | None, codec: TextCodec) -> None:

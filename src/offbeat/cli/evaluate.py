@@ -12,6 +12,7 @@ import typer
 
 from offbeat.cli.arguments import Fileroot, Overrides
 from offbeat.errors import ConfigError, OffbeatError, boundary
+from offbeat.launch import interrupts
 
 if TYPE_CHECKING:
     from offbeat.pipeline.evaluation_scores import Evaluation
@@ -91,8 +92,6 @@ def evaluate(
     fileroot: Fileroot = Path("runs"),
 ) -> None:
     """Evaluate a model once: mean reward and pass@k on each data set."""
-    import asyncio
-
     from offbeat.pipeline import evaluation
     from offbeat.pipeline.evaluation_target import find_target
 
@@ -112,7 +111,7 @@ def evaluate(
     found = find_target(target, fileroot=fileroot, step=step, checkpoint=checkpoint)
     plan = evaluation.plan_evaluation(found, options)
     with _progress() as on_progress:
-        result = asyncio.run(evaluation.evaluate(plan, on_progress))
+        result = interrupts.run(evaluation.evaluate(plan, on_progress))
     _write(result, out, answers)
     _print(result, as_json)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ import typer
 from offbeat.cli import answering
 from offbeat.cli.arguments import Fileroot
 from offbeat.errors import ConfigError, DataError
+from offbeat.launch import interrupts
 
 if TYPE_CHECKING:
     from offbeat.data.tokens import TextCodec
@@ -84,7 +85,7 @@ def generate(
     params = answering.sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop
     )
-    completions = asyncio.run(_answer(spec, encoded, params, max_tokens, n, seed))
+    completions = interrupts.run(_answer(spec, encoded, params, max_tokens, n, seed))
     for i, completion in enumerate(completions):
         _print(questions[i // n], i % n, completion, as_json=as_json)
 
@@ -111,6 +112,9 @@ def _questions(prompts: Sequence[str], file: Path | None, chat: bool) -> Iterato
 def _read_lines() -> Iterator[_Question]:
     if sys.stdin.isatty():
         typer.echo("one prompt per line; Ctrl-D ends them", err=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are no text get as far as the line that they are in.
+        sys.stdin.reconfigure(errors="surrogateescape")
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():
             yield _Question(where=f"line {number}", prompt=line.rstrip("\n"))
@@ -177,9 +181,12 @@ async def _answer(
 def _encode(question: _Question, codec: TextCodec) -> IntArray:
     from offbeat.generate.gateway.answers import as_prompt, encode_chat
 
-    if question.prompt is None:
-        return encode_chat(question.messages, codec)
-    ids = codec.encode_prompt(question.prompt)
+    try:
+        if question.prompt is None:
+            return encode_chat(question.messages, codec)
+        ids = codec.encode_prompt(question.prompt)
+    except DataError as exc:
+        raise DataError(f"{question.where}: {exc}") from exc
     if not ids:
         raise DataError(f"{question.where}: {question.prompt!r} has no tokens")
     return as_prompt(ids)

@@ -63,7 +63,9 @@ def show(
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the lowest reward.")] = False,
     tokens: Annotated[
         bool,
-        typer.Option("--tokens", help="Samples token by token: log-prob, version, advantage."),
+        typer.Option(
+            "--tokens", help="Samples token by token: log-prob, version, advantage; at least one."
+        ),
     ] = False,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="What became of every group and token.")
@@ -82,6 +84,7 @@ def show(
     from offbeat.observe.show import RunReader
 
     chosen = {"--step": step is not None, "--best": best, "--worst": worst, "--tokens": tokens}
+    samples = samples or int(tokens)
     _check_samples(samples, chosen)
     _check_views(
         {"--samples": samples > 0, "--ledger": ledger, "--compare": bool(compare), "--watch": watch}
@@ -147,7 +150,8 @@ def _show_run(view: RunView, rows: Sequence[RolloutRow], tokens: bool, as_json: 
         typer.echo(text.as_json(content))
         return
     if rows:
-        _echo(f"{text.run_text(view)}\n\n{_samples_page(view.path, rows, tokens)}")
+        head = "\n".join(text.summary_lines(view)[:2])
+        _echo(f"{head}\n\n{_samples_page(view.path, rows, tokens)}")
     else:
         _echo(_run_page(view))
 

@@ -10,6 +10,7 @@ import typer
 
 from offbeat.cli import answering
 from offbeat.cli.arguments import Fileroot
+from offbeat.launch import interrupts
 
 if TYPE_CHECKING:
     import socket
@@ -51,7 +52,7 @@ def serve(
     )
     name = served_name or _name(folder.resolve())
     with listening(host, port, key="--") as at:
-        asyncio.run(_serve(spec, name, expected, at))
+        interrupts.run(_serve(spec, name, expected, at))
 
 
 def _name(folder: Path) -> str:

@@ -11,7 +11,6 @@ from offbeat.cli.arguments import Config, Overrides
 
 if TYPE_CHECKING:
     from offbeat.config import RunConfig
-    from offbeat.observe.summary import Summary
 
 
 def train(
@@ -43,14 +42,17 @@ def train(
         return
     trainer = PPOTrainer.from_config(cfg, resume=resume)
     typer.echo(f"run folder {trainer.run_dir}")
-    summary = trainer.run()
-    _print_end(trainer.run_dir, summary)
+    try:
+        trainer.run()
+    except (KeyboardInterrupt, SystemExit):
+        _print_left(trainer.run_dir)
+        raise
+    _print_end(trainer.run_dir)
 
 
 def _dry_run(cfg: RunConfig) -> None:
     """Check what a run would check, and the reward; say what it would do. Writes nothing."""
-    import asyncio
-
+    from offbeat.launch import interrupts
     from offbeat.observe.trackers.kinds import check_installed
     from offbeat.pipeline.preflight import prepare, try_reward
     from offbeat.pipeline.run import free_run_dir, usable_cores
@@ -59,7 +61,7 @@ def _dry_run(cfg: RunConfig) -> None:
     free_run_dir(cfg)
     check_installed(cfg.stats_logger)
     inputs = prepare(cfg, reward_log=None)
-    prompt, reward = asyncio.run(try_reward(inputs))
+    prompt, reward = interrupts.run(try_reward(inputs))
     cores = usable_cores(cfg.model.path)
     value = f"{reward.value:g}" if isinstance(reward, Scored) else reward.reason
     validation = len(inputs.validation) if inputs.validation is not None else 0
@@ -78,7 +80,25 @@ def _dry_run(cfg: RunConfig) -> None:
         typer.echo(line)
 
 
-def _print_end(run_dir: Path, summary: Summary) -> None:
+def _print_left(run_dir: Path) -> None:
+    """What an interrupted run leaves behind, and how to go on."""
+    folders = {name: run_dir / name for name in ("checkpoints", "snapshots")}
+    newest = {name: max(f.glob("step-*"), default=None) for name, f in folders.items()}
+    checkpoint, snapshot = newest["checkpoints"], newest["snapshots"]
+    lines = [
+        f"newest checkpoint {checkpoint}"
+        if checkpoint is not None
+        else "no checkpoint was saved (saver.freq_steps, saver.freq_secs save on the way)",
+        f"--resume continues from {snapshot}"
+        if snapshot is not None
+        else "no snapshot was taken, so --resume would start over (recover.freq_steps, "
+        "recover.freq_secs take them on the way)",
+        f"look at it: offbeat show {run_dir}",
+    ]
+    typer.echo("\n".join(lines), err=True)
+
+
+def _print_end(run_dir: Path) -> None:
     from offbeat.observe import show as view
 
     typer.echo("\n" + view.run_text(view.load_run(run_dir)))

@@ -160,5 +160,8 @@ async def _awaited(code: object, namespace: dict[str, object]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: python -m offbeat.compat.areal SCRIPT [ARGUMENT]...")
+    if not Path(sys.argv[1]).exists() or Path(sys.argv[1]).is_dir():
+        sys.stderr.write(f"error: there is no script {sys.argv[1]}\n")
+        sys.exit(2)
     # The module of this name, not __main__'s second copy of it.
     importlib.import_module("offbeat.compat.areal").run_script(Path(sys.argv[1]), sys.argv[2:])

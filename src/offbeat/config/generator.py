@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from offbeat.config.model import DType
-from offbeat.config.schema import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from offbeat.config.schema import NonNegativeInt, PositiveInt, Range, Section
+
+Replicas = Annotated[int, Range(ge=1, le=256)]
+Slots = Annotated[int, Range(ge=1, le=65536)]
+Heartbeat = Annotated[float, Range(ge=0.1)]
 
 
 class GeneratorBackend(StrEnum):
@@ -29,10 +34,10 @@ class GeneratorConfig(Section):
     backend: GeneratorBackend = GeneratorBackend.EMBEDDED
     """Which engine generates."""
 
-    replicas: PositiveInt = 1
+    replicas: Replicas = 1
     """Generator processes."""
 
-    slots: PositiveInt = 64
+    slots: Slots = 64
     """Requests decoded together in one generator; more wait in order."""
 
     kv_on_update: KVOnUpdate = KVOnUpdate.KEEP
@@ -45,7 +50,7 @@ class GeneratorConfig(Section):
     max_restarts: NonNegativeInt = 3
     """Processes of one generator that may die or hang, and are replaced, before the run ends."""
 
-    heartbeat_seconds: PositiveFloat = 30.0
+    heartbeat_seconds: Heartbeat = 30.0
     """How often a generator must answer; one that does not for as long again is replaced."""
 
     threads: PositiveInt | None = None

@@ -90,7 +90,17 @@ class Matching:
 
     pattern: str
     meaning: str
+    max_bytes: int | None = None
 
+    def admits(self, value: str) -> bool:
+        """Whether ``value`` is such a string, and not longer than ``max_bytes`` in UTF-8."""
+        size = len(value.encode(errors="surrogateescape"))
+        fits = self.max_bytes is None or size <= self.max_bytes
+        return fits and re.fullmatch(self.pattern, value) is not None
+
+
+MAX_INT = 2**31 - 1
+"""Largest integer of any key: what counts beyond it is a slip, and breaks in libraries later."""
 
 PositiveInt = Annotated[int, Range(ge=1)]
 NonNegativeInt = Annotated[int, Range(ge=0)]
@@ -99,7 +109,12 @@ NonNegativeFloat = Annotated[float, Range(ge=0)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 Text = Annotated[str, Matching(pattern=r"(?s).*\S.*", meaning="a string that is not empty")]
 FolderName = Annotated[
-    str, Matching(pattern=r"(?!\.{1,2}$)[^/\0]+", meaning="a folder name (a string without /)")
+    str,
+    Matching(
+        pattern=r"(?!\.{1,2}$)[^/\0]+",
+        meaning="a folder name (a string without /, of at most 200 bytes)",
+        max_bytes=200,
+    ),
 ]
 PluginSpec = Annotated[
     str, Matching(pattern=r"[\w.]+:[\w.]+", meaning='a string of the form "module:attribute"')
@@ -369,9 +384,7 @@ def _to_scalar(hint: Any, value: object) -> object:
         return _to_enum(base, value)
     converted = _to_base(base, value)
     for mark in marks:
-        if isinstance(mark, Range) and not mark.admits(converted):
-            raise _Bad
-        if isinstance(mark, Matching) and not re.fullmatch(mark.pattern, converted):
+        if isinstance(mark, Range | Matching) and not mark.admits(converted):
             raise _Bad
     return converted
 
@@ -385,13 +398,20 @@ def _to_enum(cls: type[StrEnum], value: object) -> StrEnum:
 
 
 def _to_base(base: type, value: object) -> Any:
-    if base is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if _is_huge(value):
+            raise _Bad
+        if base is float:
+            return float(value)
     if type(value) is not base and not (base is str and isinstance(value, str)):
         raise _Bad
     if isinstance(value, float) and not math.isfinite(value):
         raise _Bad
     return value
+
+
+def _is_huge(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > MAX_INT
 
 
 def plain(value: object) -> object:
@@ -443,7 +463,8 @@ def expected(hint: Any) -> str:
 def _complaint(hint: Any, value: object) -> str:
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     kind = "null" if value is None else f"{shown} ({type(value).__name__})"
-    return f"{kind} is not {expected(hint)}{_nearest(hint, value)}"
+    largest = f"; the largest integer here is {MAX_INT}" if _is_huge(value) else ""
+    return f"{kind} is not {expected(hint)}{_nearest(hint, value)}{largest}"
 
 
 def _nearest(hint: Any, value: object) -> str:

@@ -56,8 +56,14 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
         ConfigError: file missing or not YAML, malformed override, interpolation that fails.
     """
     text = _text(path)
-    base = _parse(text, path)
-    lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+    try:
+        base = _parse(text, path)
+        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+    except RecursionError as exc:
+        raise ConfigError(
+            f"{path}: nested without end or by the hundred; an alias (*name) must not stand within "
+            "what it names (&name), and brackets must be closed"
+        ) from exc
     return _merged(base, str(path), lines, overrides)
 
 
@@ -125,10 +131,13 @@ def _parse(text: str, path: Path) -> DictConfig:
             kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
             raise ConfigError(f"{path}: a {kind} at top level; expected a mapping of sections")
         _refuse_duplicates(root, path)
+    except yaml.YAMLError as exc:
+        raise ConfigError(_not_yaml(exc, path)) from exc
+    try:
         return OmegaConf.create(text)
     except yaml.YAMLError as exc:
         raise ConfigError(_not_yaml(exc, path)) from exc
-    except OmegaConfBaseException as exc:
+    except (OmegaConfBaseException, ValueError) as exc:
         raise ConfigError(f"{path}: not a configuration: {_first_line(exc)}") from exc
 
 
@@ -164,7 +173,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, DictConfig]:
         seen[key] = text
         try:
             parsed[text] = OmegaConf.from_dotlist([text])
-        except (yaml.YAMLError, OmegaConfBaseException) as exc:
+        except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as exc:
             raise ConfigError(
                 f"override {text!r}: the value is not valid YAML; close brackets and quotes, and "
                 f"quote a text that YAML would read otherwise: '{key}=\"TEXT\"'"

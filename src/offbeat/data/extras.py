@@ -21,8 +21,9 @@ def import_extra(package: str, extra: str, what: str) -> ModuleType:
         DataError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
+        name = package.replace("_", "-")
         raise DataError(
-            f"{what} needs the {package.replace('_', '-')} package, which is not installed: "
-            f"pip install 'offbeat[{extra}]'"
+            f"{what} needs the {name} package, which is not installed: pip install {name} "
+            f"(offbeat's extra {extra})"
         )
     return importlib.import_module(package)

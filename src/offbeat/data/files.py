@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -48,13 +49,55 @@ def _json_lines(file: Path) -> Iterator[Row]:
 
 def _json_line(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
+        row = _decoded(line, place)
     except json.JSONDecodeError as exc:
         raise DataError(
             f"{place}: not JSON: {exc.msg} at column {exc.colno} of {_shown(line)}; "
             "each line must be one JSON object"
         ) from exc
     return _object(row, place, line)
+
+
+def _decoded(text: str, place: str) -> object:
+    """What ``text`` holds.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON; the caller knows where.
+        DataError: it is, and cannot be read all the same.
+    """
+    try:
+        content: object = json.loads(text, object_pairs_hook=_without_twins)
+        if "\\u" in text:
+            json.dumps(content, ensure_ascii=False).encode()
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as exc:
+        problem = "brackets are nested too deep to be read"
+        raise DataError(f"{place}: {problem}: {_shown(text)}") from exc
+    except UnicodeEncodeError as exc:
+        half = f"\\u{ord(exc.object[exc.start]):04x}"
+        problem = f"{half} without its other half is no character; leave it out"
+        raise DataError(f"{place}: {problem}: {_shown(text)}") from exc
+    except DataError as exc:
+        raise DataError(f"{place}: {exc}: {_shown(text)}") from exc
+    except ValueError as exc:
+        digits = sys.get_int_max_str_digits()
+        problem = f"a number of more than {digits} digits; write it as a text, in quotes"
+        raise DataError(f"{place}: {problem}: {_shown(text)}") from exc
+    return content
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object as it was read; of two equal keys the later one would win, without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DataError(f"one object has the key {_twice([key for key, _ in pairs])!r} twice")
+    return found
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    """The first of ``names`` that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _object(row: object, place: str, text: str) -> Row:
@@ -68,7 +111,7 @@ def _object(row: object, place: str, text: str) -> Row:
 def _json(file: Path) -> Iterator[Row]:
     text = "".join(line for _, line in _lines(file))
     try:
-        content = json.loads(text)
+        content = _decoded(text, str(file))
     except json.JSONDecodeError as exc:
         hint = "; a file with one object a line is named .jsonl" if exc.lineno > 1 else ""
         raise DataError(
@@ -129,9 +172,9 @@ def _next_fields(reader: Iterator[list[str]], file: Path) -> list[str] | None:
 
 
 def _check_header(header: list[str], file: Path) -> None:
-    twice = [name for name, count in Counter(header).items() if count > 1]
-    if twice or "" in header:
-        wrong = f"the column {twice[0]!r} twice" if twice else "a column without a name"
+    twice = _twice(header)
+    if twice is not None or "" in header:
+        wrong = "a column without a name" if twice is None else f"the column {twice!r} twice"
         raise DataError(
             f"{file}:1: the first line names the columns, and it has {wrong}: "
             f"{_shown(','.join(header))}"
@@ -146,6 +189,9 @@ def _parquet(file: Path) -> Iterator[Row]:
         boundary(DataError, f"{file}: reading it as Parquet, which its suffix names"),
         pyarrow.parquet.ParquetFile(file) as table,
     ):
+        twice = _twice(table.schema_arrow.names)
+        if twice is not None:
+            raise DataError(f"{file}: it has the column {twice!r} twice; rename or drop one")
         for batch in table.iter_batches():
             yield from batch.to_pylist()
 

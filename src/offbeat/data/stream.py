@@ -160,10 +160,10 @@ class PromptStream:
     def _prompt(self, row: int, group_id: GroupId, epoch: int) -> Prompt:
         asked = self._read(row)
         messages = asked.messages or self._as_chat(asked.text)
-        if messages:
-            token_ids = self._codec.encode(self._codec.render_chat(messages))
-        else:
-            token_ids = self._codec.encode_prompt(asked.text)
+        try:
+            token_ids = self._encoded(asked.text, messages)
+        except DataError as exc:
+            raise DataError(f"{self._place(row)}: {exc}") from exc
         self._check_length(len(token_ids), row)
         return Prompt(
             group_id=group_id,
@@ -174,6 +174,11 @@ class PromptStream:
             messages=messages,
             columns=asked.columns,
         )
+
+    def _encoded(self, text: str, messages: tuple[Message, ...]) -> list[int]:
+        if messages:
+            return self._codec.encode(self._codec.render_chat(messages))
+        return self._codec.encode_prompt(text)
 
     def _as_chat(self, text: str) -> tuple[Message, ...]:
         """``text`` as one user message where plain text goes through the template."""

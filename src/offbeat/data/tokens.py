@@ -83,16 +83,30 @@ class TextCodec:
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, nothing added; special tokens spelled out in it count."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Token ids of ``text``, nothing added; special tokens spelled out in it count.
+
+        Raises:
+            DataError: ``text`` is no Unicode text; names the character.
+        """
+        return self._ids(text, special=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of ``text`` with the special tokens that tokenizer.json puts around a text.
 
         ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json do not count, as in
         transformers when there is a tokenizer.json.
+
+        Raises:
+            DataError: ``text`` is no Unicode text; names the character.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, special=True)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise DataError(_half_character(text, exc.start)) from exc
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens skipped."""
@@ -120,6 +134,16 @@ class TextCodec:
                 add_generation_prompt=add_generation_prompt,
                 **self._named_tokens,
             )
+
+
+def _half_character(text: str, place: int) -> str:
+    """What is wrong with ``text`` at ``place``, where it has a surrogate."""
+    code = ord(text[place])
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte that it could not decode
+        found = f"the byte 0x{code - 0xDC00:02x}, which is not UTF-8"
+    else:
+        found = f"U+{code:04X}, which is half of a character"
+    return f"character {place + 1} of the text is {found}: a model reads Unicode text only"
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

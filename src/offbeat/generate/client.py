@@ -13,6 +13,7 @@ from typing import Self
 
 from offbeat.errors import GenerationError, OffbeatError, StallError, WorkerError
 from offbeat.launch.calls import Fault
+from offbeat.launch.codec import encode
 from offbeat.launch.protocols import WorkerHandle
 from offbeat.types import (
     Completion,
@@ -148,6 +149,7 @@ class RemoteGenerator:
             raise WorkerError(f"{self.name}: not open for request {name}")
         if name in self._waiting:
             raise GenerationError(f"{self.name}: request {name} is already running")
+        _check_sendable(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         if wrote is not None:
@@ -271,3 +273,11 @@ class RemoteGenerator:
     async def info(self) -> EngineInfo:
         """What the engine found out about itself at start-up."""
         return await self._client.call("info", returns=EngineInfo, timeout=self._control_timeout)
+
+
+def _check_sendable(request: GenerateRequest) -> None:
+    """Refuse alone what would fail the call that it travels in with others."""
+    try:
+        encode(request)
+    except WorkerError as exc:
+        raise GenerationError(f"request {request.request_id}: {exc}") from exc

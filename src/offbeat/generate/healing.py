@@ -21,6 +21,7 @@ from typing import NoReturn, Self, TypeVar
 
 from offbeat.errors import StallError, WorkerError, true_cause
 from offbeat.generate.client import EngineInfo, RemoteGenerator
+from offbeat.launch.alive import until_silent
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.types import (
     Completion,
@@ -159,22 +160,16 @@ class HealingGenerator:
         async with asyncio.TaskGroup() as watching:
             ends = [
                 watching.create_task(watch)
-                for watch in (self.worker.wait(), self._until_silent(), self._until_told())
+                for watch in (
+                    self.worker.wait(),
+                    until_silent(self.worker, self._heartbeat),
+                    self._until_told(),
+                )
             ]
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in ends:
                 task.cancel()
         return next(iter(done)).result()
-
-    async def _until_silent(self) -> str:
-        while True:
-            await asyncio.sleep(self._heartbeat)
-            try:
-                await self.worker.client.health(timeout=self._heartbeat)
-            except StallError:
-                return f"{self.name} has not answered for {self._heartbeat:g} s"
-            except WorkerError:
-                await asyncio.sleep(self._heartbeat)  # dead: ``wait`` says so, with its log
 
     async def _until_told(self) -> str:
         await self._lost.wait()

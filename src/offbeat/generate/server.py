@@ -205,7 +205,10 @@ class GeneratorService:
         return bool(self._commands) or self._closing or bool(busy)
 
     def _step(self) -> None:
-        """One step; when it fails, every request in the engine ends with the reason."""
+        """One step; when it fails, every request in the engine ends with the reason.
+
+        When a request fails, only that one does.
+        """
         try:
             with boundary(GenerationError, "a forward pass"):
                 finished = self._engine.step()
@@ -217,6 +220,10 @@ class GeneratorService:
             self._callers.clear()
             self._streams.clear()
         else:
+            for request, error in self._engine.take_failed():
+                log.error("%s", error)
+                self._streams.pop(request.request_id, None)
+                self._call_loop(_fail, self._callers.pop(request.request_id), error)
             if finished:
                 self._deliver(finished)
             if self._streams:

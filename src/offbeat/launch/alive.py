@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from offbeat.errors import OffbeatError, WorkerError, true_cause
+from offbeat.errors import OffbeatError, StallError, WorkerError, true_cause
 from offbeat.launch.protocols import WorkerHandle
 
 DEATH_NOTICE_SECONDS = 0.5
@@ -17,19 +17,29 @@ DEATH_NOTICE_SECONDS = 0.5
 
 
 @asynccontextmanager
-async def while_alive(workers: Sequence[WorkerHandle]) -> AsyncIterator[None]:
+async def while_alive(
+    workers: Sequence[WorkerHandle], *, heartbeat_seconds: float | None = None
+) -> AsyncIterator[None]:
     """Cancel the block when a worker ends, also one of which the block asks nothing at the moment.
+
+    With ``heartbeat_seconds`` one that answers nothing for so long is lost as well.
 
     Raises:
         WorkerError: names each worker that has ended; their deaths explain what the block raised.
+        StallError: a worker lives and does not answer.
     """
 
     async def watch(worker: WorkerHandle) -> None:
         raise WorkerError(await worker.wait())
 
+    async def listen(worker: WorkerHandle, seconds: float) -> None:
+        raise StallError(await until_silent(worker, seconds))
+
     try:
         async with asyncio.TaskGroup() as watching:
             watchers = [watching.create_task(watch(w)) for w in workers]
+            if heartbeat_seconds is not None:
+                watchers += [watching.create_task(listen(w, heartbeat_seconds)) for w in workers]
             yield
             for watcher in watchers:
                 watcher.cancel()
@@ -38,6 +48,21 @@ async def while_alive(workers: Sequence[WorkerHandle]) -> AsyncIterator[None]:
         if isinstance(cause, OffbeatError):
             await _blame_the_dead(workers, cause)
         raise cause from errors
+
+
+async def until_silent(worker: WorkerHandle, seconds: float) -> str:
+    """Wait until the worker's event loop has not answered for ``seconds``; asked as often.
+
+    Returns what to say of it. A dead worker is not silent: ``WorkerHandle.wait`` tells more.
+    """
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await worker.client.health(timeout=seconds)
+        except StallError:
+            return f"{worker.name} has not answered for {seconds:g} s"
+        except WorkerError:
+            continue
 
 
 async def _blame_the_dead(workers: Sequence[WorkerHandle], error: OffbeatError) -> None:

@@ -19,6 +19,7 @@ from typing import Self, TypeVar, overload
 from offbeat.errors import OffbeatError, StallError, WorkerError, boundary
 from offbeat.launch.calls import Dispatcher, Fault
 from offbeat.launch.codec import decode, encode
+from offbeat.launch.interrupts import patience
 from offbeat.launch.protocols import WorkerSpec
 from offbeat.launch.target import open_target
 
@@ -194,7 +195,7 @@ class _Host:
         if not self.opened.done():
             self._task.cancel()
         try:
-            async with asyncio.timeout(grace):
+            async with patience(grace):
                 await self.ended.wait()
         except TimeoutError:
             if grace > 0:

@@ -16,6 +16,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from offbeat.errors import StallError, WorkerError, boundary
 from offbeat.launch.calls import Fault
 from offbeat.launch.codec import decode
 from offbeat.launch.frames import LENGTH, Birth, WorkerStart, frame
+from offbeat.launch.interrupts import patience
 from offbeat.launch.protocols import WorkerSpec
 from offbeat.launch.rpc import RpcClient
 
@@ -217,9 +219,12 @@ class _Child:
     async def watch(self) -> None:
         """Wait for the end, then sweep what the process leaves behind in its group.
 
-        At once, because later the number may belong to somebody else.
+        At once, because later the number may belong to somebody else. Whoever waits may do this: an
+        event loop that is torn down cancels the task that was made for it.
         """
         await self._process.wait()
+        if self.ended.is_set():
+            return
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._writer.close()
@@ -234,14 +239,16 @@ class _Child:
         return decode(body, cast("type[Birth]", Birth))
 
     async def stop(self, grace: float) -> None:
-        """Ask the group to end, wait ``grace`` seconds, then kill it."""
+        """Ask the group to end, wait ``grace`` seconds or until somebody hurries, then kill it."""
+        asked = time.monotonic()
         self._signal(signal.SIGTERM)
         self._writer.close()
         try:
-            async with asyncio.timeout(grace):
-                await self.ended.wait()
+            async with patience(grace):
+                await self.watch()
         except TimeoutError:
-            logger.warning("%s did not stop within %g s of SIGTERM: killed", self.name, grace)
+            waited = time.monotonic() - asked
+            logger.warning("%s did not stop within %.1f s of SIGTERM: killed", self.name, waited)
         finally:
             await self.kill()
 
@@ -250,7 +257,7 @@ class _Child:
         self._signal(signal.SIGKILL)
         try:
             async with asyncio.timeout(KILL_SECONDS):
-                await self.ended.wait()
+                await self.watch()
         except TimeoutError:
             raise WorkerError(f"{self.name} (pid {self.pid}) survives SIGKILL") from None
 

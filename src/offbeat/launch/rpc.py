@@ -17,6 +17,7 @@ import asyncio
 import hmac
 import io
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1 << 30
 LARGE_BODY_BYTES = 1 << 20
 """Above this aiohttp wants a file object, so that it can write in pieces between other events."""
-
-CLOSE_SECONDS = 0.2
-"""What a running call may still take when its server closes; then it is cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +65,16 @@ async def serve(
     """
     from aiohttp import web
 
+    from offbeat.launch.web import serve_application
+
     app = web.Application(client_max_size=max_bytes, middlewares=[_only_with(token)])
-    app.on_response_prepare.append(hide_server)
     endpoint = _Endpoint(Dispatcher(service, methods))
     app.router.add_post("/rpc/{method}", endpoint.call)
     app.router.add_get("/health", endpoint.health)
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
-    )
-    try:
-        await runner.setup()
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0]
-        yield RpcServer(url=f"http://{host}:{bound[1]}")
-    finally:
-        await runner.cleanup()
+    with socket.create_server((host, port)) as at:
+        url = f"http://{host}:{at.getsockname()[1]}"
+        async with serve_application(app, at, lambda _problem: web.Response(status=400)):
+            yield RpcServer(url=url)
 
 
 def _only_with(token: str) -> Middleware:
@@ -98,11 +91,6 @@ def _only_with(token: str) -> Middleware:
         return await handler(request)
 
     return guard
-
-
-async def hide_server(_request: web.Request, response: web.StreamResponse) -> None:
-    """Leave out which server of which version answers; a signal handler of an application."""
-    response.headers.pop("Server", None)
 
 
 class _Endpoint:

@@ -53,7 +53,7 @@ def _check_replaceable(out_dir: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ModelError(
             f"{out_dir} exists and is not empty; choose another folder, or replace the model in it "
-            "with --overwrite (overwrite=True)"
+            "with --overwrite"
         )
     if not (out_dir / "config.json").is_file():
         raise ModelError(

@@ -65,7 +65,7 @@ def _check_source(source: Path, dtype: str) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
             "reading GGUF needs the gguf package, which is not installed: "
-            "pip install 'offbeat[gguf]'"
+            "pip install gguf (offbeat's extra gguf)"
         )
 
 

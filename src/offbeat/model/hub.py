@@ -31,8 +31,9 @@ def fetch_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     way_out = (
-        f"{name} of the Hugging Face hub; without a network, fetch it elsewhere (`hf download "
-        f"{name} --local-dir FOLDER`) and name the folder"
+        f"{name} is no folder and no run here, and could not be fetched from the Hugging Face hub; "
+        f"without a network, fetch it elsewhere (`hf download {name} --local-dir FOLDER`) and name "
+        "the folder"
     )
     with boundary(ModelError, way_out):
         return Path(snapshot_download(name, allow_patterns=list(FILES)))

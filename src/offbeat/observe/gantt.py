@@ -90,7 +90,7 @@ def draw(picture: Gantt, file: Path, title: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "drawing a timeline needs the matplotlib package, which is not installed: "
-            "pip install 'offbeat[plot]'"
+            "pip install matplotlib (offbeat's extra plot)"
         )
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(9, 0.6 + 0.4 * len(picture.lanes)), layout="constrained"

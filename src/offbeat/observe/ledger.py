@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -241,10 +241,19 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise DataError(f"{path}: no such ledger")
     try:
-        with closing(_open_read_only(path)) as connection:
-            yield connection
+        with ExitStack() as stack:
+            connection = stack.enter_context(closing(_open_read_only(path)))
+            has_tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,)
+            yield connection if has_tables else stack.enter_context(closing(_empty()))
     except sqlite3.Error as exc:
         raise DataError(f"{path}: cannot be read as a run's ledger: {exc}") from exc
+
+
+def _empty() -> sqlite3.Connection:
+    """What a ledger holds whose run was killed before its first transaction."""
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(SCHEMA)
+    return connection
 
 
 def _open_read_only(path: Path) -> sqlite3.Connection:

@@ -29,7 +29,7 @@ def save_png(path: Path, runs: Mapping[str, Mapping[str, Series]]) -> None:
     except ImportError as exc:
         raise ConfigError(
             "--png needs the matplotlib package, which is not installed: "
-            "pip install 'offbeat[plot]'"
+            "pip install matplotlib (offbeat's extra plot)"
         ) from exc
     titles = list(dict.fromkeys(t for run in runs.values() for t in run if run[t].finite()[0]))
     if not titles:

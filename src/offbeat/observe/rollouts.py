@@ -223,7 +223,8 @@ def read_rollouts(run_dir: Path, step: int | None = None) -> tuple[RolloutRow, .
     wanted = steps[-1] if step is None and steps else step
     if wanted not in steps:
         have = f"recorded are steps {steps[0]} to {steps[-1]}" if steps else "none are recorded"
-        raise DataError(f"{run_dir / FOLDER}: no rollouts of step {wanted}; {have}")
+        of_step = "" if wanted is None else f" of step {wanted}"
+        raise DataError(f"{run_dir / FOLDER}: no rollouts{of_step}; {have}")
     return _read(rollouts_path(run_dir, wanted))
 
 

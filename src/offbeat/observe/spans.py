@@ -113,10 +113,16 @@ def read_spans(path: Path) -> tuple[Span, ...]:
     """The spans of ``spans.jsonl``; a half-written last line is left out.
 
     Raises:
-        DataError: another line cannot be read; names file and line.
+        DataError: no such file, or another line cannot be read; names file and line.
         OSError: the file cannot be opened.
     """
-    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError as exc:
+        raise DataError(
+            f"{path}: no such file, hence no picture: the run ended before its first step, or its "
+            "folder was copied without it"
+        ) from exc
     return tuple(_span(path, i, line) for i, line in enumerate(lines, 1) if line.strip())
 
 

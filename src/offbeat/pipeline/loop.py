@@ -70,6 +70,9 @@ log = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
 
+LOUD_FAILURES = 3
+"""Failed groups that are reported one by one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:
@@ -186,6 +189,7 @@ class Loop:
         self._evaluation: _Evaluation | None = None
         self._tokens_written = 0
         self._warned_of_invalid = False
+        self._failures = 0
 
     async def run(self) -> None:
         """Train all steps. Raises the first error that ends the run; no task outlives this call."""
@@ -320,9 +324,15 @@ class Loop:
         del self._admitted_at[group_id]
         self._recorder.dropped(group_id, outcome.reason, outcome.detail, generated_tokens)
         self._changed.notify()
-        level = logging.WARNING if outcome.error is not None else logging.DEBUG
-        log.log(level, "group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
+        self._say_drop(group_id, outcome)
         self._budget.record(outcome)
+
+    def _say_drop(self, group_id: GroupId, outcome: Dropped) -> None:
+        """Warn of the first failures, then of every tenfold; the ledger has all of them."""
+        self._failures += outcome.error is not None
+        rare = self._failures <= LOUD_FAILURES or str(self._failures).strip("0") == "1"
+        level = logging.WARNING if outcome.error is not None and rare else logging.DEBUG
+        log.log(level, "group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
 
     # Training
 
@@ -492,6 +502,9 @@ class Loop:
         if self._snapshots is None or not due:
             return {}
         begin = time.monotonic()
+        if self._saver is not None and not saved:
+            # A save of an earlier step is in flight, and cannot be made again from here.
+            await self._saver.wait()
         await self._snapshots.ready()
         await self._snapshots.take(self._state(step, saved=saved))
         end = time.monotonic()

@@ -17,9 +17,10 @@ from offbeat.data.columns import ColumnMap
 from offbeat.data.dataset import load_rows
 from offbeat.data.stream import PromptOptions, PromptStream
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import ConfigError, DataError, PromptTooLong, boundary
+from offbeat.errors import ConfigError, DataError, ModelError, PromptTooLong, boundary
 from offbeat.generate.gateway.access import resolve_token
 from offbeat.model.check import check_folder, check_vocabulary
+from offbeat.pipeline.devices import check_device
 from offbeat.pipeline.episodes import SamplingPlan, reward_called
 from offbeat.protocols import Workflow
 from offbeat.rollout.reward import AsyncRewardWrapper
@@ -59,13 +60,16 @@ def prepare(
         ConfigError, DataError, ModelError: what cannot be used, and the way out.
     """
     resolve_token(cfg.gateway.host, cfg.gateway.token, key="gateway.")
+    check_device(cfg.model.device)
     codec, max_len = open_text(cfg)
     _check_room("gconfig", cfg.gconfig, max_len)
+    _check_stop_ids("gconfig", cfg.gconfig, codec)
     stream = open_stream(cfg, cfg.train_dataset, cfg.gconfig, codec, max_len, "train_dataset")
     first_prompt(stream)
     validation = None
     if cfg.valid_dataset is not None:
         _check_room("eval_gconfig", cfg.eval_gconfig, max_len)
+        _check_stop_ids("eval_gconfig", cfg.eval_gconfig, codec)
         validation = open_stream(
             cfg, cfg.valid_dataset, cfg.eval_gconfig, codec, max_len, "valid_dataset"
         )
@@ -88,7 +92,8 @@ def prepare(
 def open_text(cfg: RunConfig) -> tuple[TextCodec, int]:
     """The tokenizer of ``model.path``, and the most tokens of prompt plus answer."""
     folder = Path(cfg.model.path)
-    check_folder(folder)
+    with boundary(ModelError, f"model.path: looking at {folder}"):
+        check_folder(folder)
     codec = TextCodec.open(folder)
     check_vocabulary(folder, codec.vocab_size)
     return codec, _max_len(cfg, codec)
@@ -123,13 +128,14 @@ def open_stream(
     key: str,
 ) -> PromptStream:
     """The prompts of one data set; ``key`` is its section's name, for errors."""
-    rows = load_rows(
-        section.path,
-        args=section.args,
-        limit=section.limit,
-        search_dir=cfg.plugin_dir,
-        key=f"{key}.path",
-    )
+    with boundary(DataError, f"{key}.path: reading {section.path}"):
+        rows = load_rows(
+            section.path,
+            args=section.args,
+            limit=section.limit,
+            search_dir=cfg.plugin_dir,
+            key=f"{key}.path",
+        )
     chat = {ChatTemplate.AUTO: None, ChatTemplate.ON: True, ChatTemplate.OFF: False}
     options = PromptOptions(
         columns=ColumnMap(
@@ -228,6 +234,15 @@ def _check_room(section: str, sampling: GenerationConfig, max_len: int) -> None:
         raise ConfigError(
             f"{section}.max_new_tokens: {sampling.max_new_tokens} leaves no room for a prompt in "
             f"the model's context of {max_len} tokens; lower it"
+        )
+
+
+def _check_stop_ids(section: str, sampling: GenerationConfig, codec: TextCodec) -> None:
+    outside = next((i for i in sampling.stop_token_ids if i >= codec.vocab_size), None)
+    if outside is not None:
+        raise ConfigError(
+            f"{section}.stop_token_ids: {outside} is no token of the model; its ids are 0 to "
+            f"{codec.vocab_size - 1}"
         )
 
 

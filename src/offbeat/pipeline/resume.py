@@ -72,12 +72,12 @@ def is_unfinished(run_dir: Path, steps: int | None = None) -> bool:
     return not complete or (steps is not None and summary.steps < steps)
 
 
-def run_to_continue(cfg: RunConfig) -> Path | None:
+def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     """The folder of the run that ``cfg`` names, or of the newest of its experiment; None where
     there is none or it is complete.
 
     Raises:
-        ConfigError: it is still running.
+        ConfigError: it is still running, and was named or ``asked`` for; otherwise it is none.
     """
     experiment = Path(cfg.fileroot) / cfg.experiment_name
     if cfg.trial_name is not None:
@@ -87,9 +87,11 @@ def run_to_continue(cfg: RunConfig) -> Path | None:
     newest = max(candidates, key=_age, default=None)
     if newest is None or not is_unfinished(newest, cfg.total_train_steps):
         return None
-    if liveness.life_of(newest) is Life.ALIVE:
+    if liveness.life_of(newest) is not Life.ALIVE:
+        return newest
+    if asked or cfg.trial_name is not None:
         raise ConfigError(f"trial_name: {newest} is still running; there is nothing to resume")
-    return newest
+    return None
 
 
 def _age(run_dir: Path) -> float:
@@ -100,13 +102,18 @@ def nothing_to_continue(cfg: RunConfig) -> ConfigError:
     """Why ``--resume`` finds no run."""
     where = Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
     if cfg.trial_name is not None and (where / CONFIG_FILE).is_file():
-        return ConfigError(
-            f"trial_name: the run in {where} is complete; to train it further raise "
-            "total_train_steps, to train again choose another trial_name and leave --resume out"
-        )
+        return is_complete(where)
     return ConfigError(
         f"trial_name: there is no unfinished run in {where} to resume; name one with trial_name=…, "
         "or leave --resume out to start one"
+    )
+
+
+def is_complete(run_dir: Path) -> ConfigError:
+    """Why this run is not continued."""
+    return ConfigError(
+        f"trial_name: the run in {run_dir} is complete; to train it further raise "
+        "total_train_steps, to train again choose another trial_name and leave --resume out"
     )
 
 

@@ -50,6 +50,7 @@ from offbeat.generate.gateway.answers import Answers
 from offbeat.generate.gateway.http import Gateway, serve_gateway
 from offbeat.generate.healing import HealingGenerator, while_healing
 from offbeat.generate.router import Router
+from offbeat.launch import interrupts
 from offbeat.launch.alive import while_alive
 from offbeat.launch.codec import encode
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
@@ -70,6 +71,7 @@ from offbeat.pipeline.recorder import Recorder
 from offbeat.pipeline.resume import (
     Continuation,
     continue_run,
+    is_complete,
     is_unfinished,
     named_after,
     nothing_to_continue,
@@ -153,7 +155,7 @@ class PPOTrainer:
             cfg = from_mapping(cfg, "the mapping given")
         begun = None
         if resume or cfg.recover.mode is RecoverMode.AUTO:
-            begun = run_to_continue(cfg)
+            begun = run_to_continue(cfg, asked=resume)
         if resume and begun is None:
             raise nothing_to_continue(cfg)
         clock_name = begun is None and cfg.trial_name is None
@@ -178,6 +180,7 @@ class PPOTrainer:
 
         Raises:
             OffbeatError: what ended the run, or that an event loop is running here already.
+            KeyboardInterrupt: Ctrl-C ended it in order; a second one had it end at once.
         """
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
@@ -185,7 +188,7 @@ class PPOTrainer:
                 "PPOTrainer.run() was called where an event loop is running already, as in a "
                 "notebook: write `await trainer.arun()` instead"
             )
-        return asyncio.run(self.arun())
+        return interrupts.run(self.arun())
 
     async def arun(self) -> Summary:
         """Train to the end and return the summary, also written to ``summary.json``.
@@ -215,6 +218,10 @@ class PPOTrainer:
                     raise
                 except OffbeatError as exc:
                     why = f"{type(exc).__name__}: {exc}"
+                    if interrupts.interrupted():
+                        log.error("while the interrupted run was ended: %s", why)
+                        self._conclude(recorder, trackers, RunStatus.INTERRUPTED)
+                        raise asyncio.CancelledError from exc
                     self._conclude(recorder, trackers, RunStatus.FAILED, why)
                     raise
                 return self._conclude(recorder, trackers, RunStatus.COMPLETED)
@@ -237,6 +244,8 @@ class PPOTrainer:
         return True
 
     def _continue(self, ledger: Ledger) -> Continuation:
+        if not is_unfinished(self.run_dir, self.inputs.steps):
+            raise is_complete(self.run_dir)  # by another process, while this one prepared
         (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
         rewrite_config(self.cfg, self.run_dir, ledger.attempt)
         return continue_run(self.run_dir, ledger)
@@ -310,7 +319,9 @@ class PPOTrainer:
             loop = self._loop(
                 recorder, remote, replicas, router, saver, snapshots, weights_gate, begun.state
             )
-            async with while_alive([trainer]), while_healing(generators):
+            patience = self.cfg.rollout.stall_seconds
+            watched = while_alive([trainer], heartbeat_seconds=patience)
+            async with watched, while_healing(generators):
                 with _on_signal(signal.SIGUSR1, lambda: log.warning("asked: %s", loop.report())):
                     await loop.run()
 
@@ -396,7 +407,9 @@ class PPOTrainer:
         )
 
     def _snapshots(self) -> Snapshots:
-        return Snapshots(self.run_dir / snapshot.FOLDER, keep=self.cfg.recover.keep)
+        ledger = self.run_dir / "run.db"
+        needs = (ledger, ledger.with_name("run.db-wal"), self.run_dir / "metrics.jsonl")
+        return Snapshots(self.run_dir / snapshot.FOLDER, needs=needs, keep=self.cfg.recover.keep)
 
     def _loop(
         self,
@@ -507,7 +520,8 @@ def free_run_dir(cfg: RunConfig) -> Path:
         ConfigError: something is in it, or it cannot be made.
     """
     run_dir = _run_dir(cfg)
-    _check_can_be_made(run_dir)
+    with boundary(ConfigError, f"fileroot: the run folder {run_dir} cannot be made"):
+        _check_can_be_made(run_dir)
     if cfg.trial_name is not None and _is_taken(run_dir):
         goes_on = "; it was not finished: --resume continues it" if is_unfinished(run_dir) else ""
         raise ConfigError(

@@ -22,8 +22,9 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextvars import Context, copy_context
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, ParamSpec, Self, TypeVar, cast, overload
@@ -37,6 +38,10 @@ T = TypeVar("T")
 
 MAX_QUEUE = 1_000_000
 """Tasks that may wait; more are a loop that submits and never looks."""
+
+
+_RUNNER: ContextVar[AsyncTaskRunner | None] = ContextVar("runner", default=None)
+"""Whose task this is."""
 
 
 class TaskFuture(Generic[T]):
@@ -101,6 +106,10 @@ class TaskFuture(Generic[T]):
                 raise
             raise StallError(f"task {self._name} is not done after {timeout:g} s") from None
 
+    def _failed(self) -> bool:
+        """Of a future that is done: whether it raised or was cancelled."""
+        return self._inner.cancelled() or self._inner.exception() is not None
+
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
         try:
@@ -131,8 +140,14 @@ class _Job:
         if inspect.iscoroutinefunction(self.fn):
             value: object = self.fn(*self.args, **self.kwargs)
         else:
-            value = await asyncio.to_thread(self.fn, *self.args, **self.kwargs)
+            value = await asyncio.to_thread(self._call_in_thread)
         return await value if inspect.isawaitable(value) else value
+
+    def _call_in_thread(self) -> object:
+        try:
+            return self.fn(*self.args, **self.kwargs)
+        except StopIteration as exc:  # a future cannot hold it: as in a generator (PEP 479)
+            raise RuntimeError(f"task {self.future._name} raised StopIteration") from exc
 
 
 class AsyncTaskRunner:
@@ -239,10 +254,9 @@ class AsyncTaskRunner:
         try:
             async with asyncio.timeout(timeout):
                 if futures:
-                    wrapped = [asyncio.wrap_future(f._inner) for f in futures]
-                    for future in futures:
-                        future._asked = True
-                    return list(await asyncio.gather(*wrapped))
+                    await _until_all_or_one_failed(futures)
+                    failed = [f for f in futures if f.done() and f._failed()]
+                    return [f.result(0) for f in failed or futures]
                 await self._until_idle()
                 return []
         except TimeoutError:
@@ -255,11 +269,13 @@ class AsyncTaskRunner:
 
     async def aclose(self) -> None:
         """Cancel what waits and what runs, and wait until it has ended. Twice is fine."""
+        self._refuse_from_inside()
         self._cancel_all()
         await self._until_idle()
 
     def close(self) -> None:
         """``aclose`` for synchronous code."""
+        self._refuse_from_inside()
         self._cancel_all()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -339,13 +355,14 @@ class AsyncTaskRunner:
     async def _run(self, job: _Job) -> None:
         """One task to its end; what it raises belongs to its future, not to the others."""
         inner = job.future._inner
+        _RUNNER.set(self)
         try:
             inner.set_result(await job.call())
-        except Exception as exc:
-            inner.set_exception(exc)
-        except BaseException as exc:
+        except asyncio.CancelledError as exc:
             inner.set_exception(exc)
             raise
+        except BaseException as exc:  # SystemExit as well: it must not end the other tasks
+            inner.set_exception(exc)
         finally:
             with self._lock:
                 self._running.discard(job.future)
@@ -397,6 +414,12 @@ class AsyncTaskRunner:
             future.cancel()
         self._tell_idle()
 
+    def _refuse_from_inside(self) -> None:
+        if _RUNNER.get() is self:
+            raise RuntimeError(
+                "a task cannot close the runner that runs it; cancel futures instead"
+            )
+
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise WorkerError("this AsyncTaskRunner is closed")
@@ -414,6 +437,28 @@ class RunnerTask(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> TaskFuture[T]:
         return self._runner.submit(self.__wrapped__, *args, **kwargs)
+
+
+async def _until_all_or_one_failed(futures: Sequence[TaskFuture[T]]) -> None:
+    """Wait without owning: whoever stops waiting cancels nothing."""
+    loop = asyncio.get_running_loop()
+    settled: asyncio.Future[None] = loop.create_future()
+    left = len(futures)
+
+    def ended(future: TaskFuture[T]) -> None:
+        nonlocal left
+        left -= 1
+        if not settled.done() and (left == 0 or future._failed()):
+            settled.set_result(None)
+
+    def told(future: TaskFuture[T], _: concurrent.futures.Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop of who waited is closed: nobody waits
+            loop.call_soon_threadsafe(ended, future)
+
+    for future in futures:
+        future._asked = True
+        future._inner.add_done_callback(functools.partial(told, future))
+    await settled
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

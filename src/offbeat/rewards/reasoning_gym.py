@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as exc:
     raise ConfigError(
         "the reward offbeat.rewards.reasoning_gym needs the reasoning-gym package, which is not "
-        f"installed ({exc}): pip install 'offbeat[reasoning-gym]'"
+        f"installed ({exc}): pip install reasoning-gym (offbeat's extra reasoning-gym)"
     ) from exc
 
 

@@ -45,7 +45,7 @@ def math_verify(
     except ModuleNotFoundError as exc:
         raise ConfigError(
             "the reward math_verify needs the math-verify package, which is not installed: "
-            "pip install 'offbeat[math]'"
+            "pip install math-verify (offbeat's extra math)"
         ) from exc
     reference = reference_text(columns)
     marked = any(mark in reference for mark in _DELIMITERS)

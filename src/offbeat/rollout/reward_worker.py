@@ -55,12 +55,21 @@ PR_SET_PDEATHSIG = 1
 MAX_TEXT = 20_000
 """Characters of a traceback that are kept, from its end."""
 
+MAX_REASON = 2_000
+"""Characters of an exception's text that are kept, from its beginning."""
+
 _CALLING = "the reward function raised"
 
 
 def _plain(text: str) -> str:
     """``text`` as it can be encoded: lone surrogates replaced, the end kept when it is long."""
     return text[-MAX_TEXT:].encode("utf-8", "replace").decode()
+
+
+def _reason(text: str) -> str:
+    """``text`` for one message, which it does not fill by itself."""
+    more = f"... ({len(text)} characters)" if len(text) > MAX_REASON else ""
+    return _plain(text[:MAX_REASON] + more)
 
 
 def _own_cause(exc: BaseException) -> BaseException:
@@ -80,11 +89,11 @@ def _failed(job: int, exc: BaseException) -> Failed:
     text = str(cause)
     name = type(cause).__name__
     if isinstance(cause, OffbeatError):  # written for the user as it is
-        return Failed(job=job, error=name, reason=_plain(text), traceback="")
+        return Failed(job=job, error=name, reason=_reason(text), traceback="")
     return Failed(
         job=job,
         error=name,
-        reason=_plain(f"{name}: {text}" if text else name),
+        reason=_reason(f"{name}: {text}" if text else name),
         traceback=_trace(cause),
     )
 
@@ -269,7 +278,7 @@ def _load_and_report(order: ToWorker, sock: socket.socket) -> RewardFunction | N
         exited = f"{order.key}: its module called sys.exit"
         reason = str(exc) if isinstance(exc, ConfigError) else exited
         trace = "" if isinstance(cause, ConfigError) else _trace(cause)
-        sock.sendall(frame(LoadFailed(reason=_plain(reason), traceback=trace)))
+        sock.sendall(frame(LoadFailed(reason=_reason(reason), traceback=trace)))
         return None
     loaded = Loaded(
         concurrent=_is_async(reward.fn), batched=reward.is_batched, complaint=reward.complaint

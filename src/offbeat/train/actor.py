@@ -40,6 +40,8 @@ LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """How far recomputed log-probs of lag-0 tokens may be from the recorded ones, nats, before the run
 stops."""
 
+_SMALLER = "; have the reward function return smaller ones"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Step:
@@ -163,9 +165,15 @@ class PPOActor:
             samples, self._engine.device, share_prefixes=self._config.prefix_sharing
         )
         _check_versions(batch, produce)
-        _require_finite(batch.rewards, batch.group_ids, "reward", produce)
+        rewards = [s.reward for s in samples]
+        given = f"; the rewards go from {min(rewards):g} to {max(rewards):g}"
+        limit = f", and float32 holds -3.4e38 to 3.4e38{_SMALLER}"
+        _require_finite(batch.rewards, batch.group_ids, "reward", produce, given + limit)
         advantage = self._advantages(batch)
-        _require_finite(advantage, batch.group_ids[batch.seq_id], "advantage", produce)
+        clip = f"{_SMALLER}, or bound them with actor.reward_clip"
+        _require_finite(
+            advantage, batch.group_ids[batch.seq_id], "advantage", produce, given + clip
+        )
         in_loss = self._in_loss(batch)
         groups = batch.group_ids.tolist()
         # The last batch of a run may be short of groups.
@@ -392,13 +400,15 @@ def _check_versions(batch: TrainBatch, produce: PolicyVersion) -> None:
         )
 
 
-def _require_finite(values: Tensor, groups: Tensor, what: str, produce: PolicyVersion) -> None:
+def _require_finite(
+    values: Tensor, groups: Tensor, what: str, produce: PolicyVersion, way_out: str = ""
+) -> None:
     """Raise NonFiniteLoss unless all ``values`` are finite; ``groups`` are their group ids."""
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         raise NonFiniteLoss(
             f"{int(bad.sum())} of {len(values)} values of {what} are not finite, producing version "
-            f"{produce}: groups {_few(sorted(set(groups[bad].tolist())))}"
+            f"{produce}: groups {_few(sorted(set(groups[bad].tolist())))}{way_out}"
         )
 
 

@@ -216,6 +216,16 @@ async def test_error_of_the_last_one_is_raised_at_the_end(
     assert step_folders(tmp_path / "snapshots") == []
 
 
+async def test_files_that_a_resumed_run_needs_may_be_missing(
+    tmp_path: Path, make_weights: MakeWeights
+) -> None:
+    (tmp_path / "metrics").write_text("x")
+    needs = (tmp_path / "metrics", tmp_path / "absent")
+    async with Snapshots(tmp_path / "snapshots", needs=needs, keep=2) as snapshots:
+        await snapshots.write(run_state(1), trainer_state(make_weights(1)))
+    assert newest_snapshot(tmp_path / "snapshots") is not None
+
+
 async def test_no_process_is_started_before_the_first_one(tmp_path: Path) -> None:
     async with Snapshots(tmp_path / "snapshots", keep=2) as snapshots:
         await snapshots.ready()

@@ -117,3 +117,34 @@ def test_a_long_wrong_line_is_shown_in_part(tmp_path: Path) -> None:
     file.write_text("x" * 1000)
     with pytest.raises(DataError, match=r"of 'x{57}\.\.\.'; each line"):
         load_rows(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": "1", "b": {"c": 1, "c": 2}}', "one object has the key 'c' twice"),
+        ('{"a": "\\udc80"}', r"\\udc80 without its other half"),
+        ('{"a": ' + "9" * 5000 + "}", "a number of more than 4300 digits"),
+        ("[" * 5000, "brackets are nested too deep"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_json_that_python_would_misread_or_not_take_names_its_place(
+    tmp_path: Path, text: str, problem: str, suffix: str
+) -> None:
+    file = tmp_path / f"rows.{suffix}"
+    file.write_text(text)
+    with pytest.raises(DataError, match=rf"rows\.{suffix}.*{problem}"):
+        load_rows(str(file))
+
+
+def test_whole_surrogate_pairs_are_characters(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}')
+    assert list(load_rows(str(tmp_path / "a.jsonl"))) == [{"prompt": "\N{GRINNING FACE}"}]
+
+
+def test_a_column_that_parquet_has_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table([pa.array(["1"]), pa.array(["2"])], names=["prompt", "prompt"]), file)
+    with pytest.raises(DataError, match=r"rows\.parquet: it has the column 'prompt' twice"):
+        load_rows(str(file))

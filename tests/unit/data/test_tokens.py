@@ -267,6 +267,23 @@ def test_unreadable_file_is_named(tmp_path: Path, file: str, content: str, messa
         TextCodec.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1+1=\udcff", "character 5 of the text is the byte 0xff, which is not UTF-8"),
+        ("\ud83d", r"character 1 of the text is U\+D83D, which is half of a character"),
+    ],
+)
+def test_text_that_is_no_unicode_is_a_data_error_that_names_the_character(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    write_tokenizer(tmp_path)
+    codec = TextCodec.open(tmp_path)
+    for encode in (codec.encode, codec.encode_prompt):
+        with pytest.raises(DataError, match=message):
+            encode(text)
+
+
 def test_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer\.json; save the tokenizer"):
         TextCodec.open(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 from collections.abc import AsyncIterator
@@ -296,7 +297,23 @@ REFUSED = [
     ({"prompt": "1", "n": 0}, "n", ">= 1"),
     ({"prompt": "1", "n": 1000}, "n", "<= 128"),
     ({"prompt": "1", "temperature": -1}, "temperature", ">= 0"),
+    ({"prompt": "1", "temperature": 1e-40}, "temperature", "1e-40 is neither 0 (greedy) nor"),
+    ({"prompt": "1", "temperature": 1e300}, "temperature", "nor between 0.001 and 1000"),
     ({"prompt": "1", "top_p": 0}, "top_p", "> 0"),
+    ({"prompt": "1", "top_k": -1}, "top_k", ">= 0"),
+    ({"prompt": "1", "top_k": 10**30}, "top_k", "<= 1000000"),
+    ({"prompt": "1", "max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"prompt": "1", "n": 10**30}, "n", "<= 128"),
+    ({"prompt": "1", "stop_token_ids": [2**63]}, "stop_token_ids", f"{2**63} is not between 0 and"),
+    ({"prompt": "1", "stop_token_ids": [2**70]}, "stop_token_ids", f"{2**70} is not between 0 and"),
+    ({"prompt": "1", "stop_token_ids": [50]}, "stop_token_ids", "50 is not between 0 and 49"),
+    ({"prompt": "1", "stop_token_ids": [-1]}, "stop_token_ids", ">= 0"),
+    ({"prompt": "1", "stop_token_ids": [3] * 65}, "stop_token_ids", "length <= 64"),
+    ({"prompt": "1", "stop": ["x"] * 65}, "stop", "length <= 64"),
+    ({"prompt": [1, 2**70]}, "prompt", f"token id {2**70} is not between 0 and"),
+    ({"prompt": ["1"] * 2000}, "prompt", "2000 prompts with n 1 ask for 2000 answers, more than"),
+    ({"prompt": ["1"] * 9, "n": 128}, "prompt", "9 prompts with n 128 ask for 1152 answers"),
+    ({"messages": [{"role": "user", "content": "1"}], "top_k": 2**63}, "top_k", "<= 1000000"),
     ({"prompt": "1", "seed": "x"}, "seed", "expected `int | null`, got `str`"),
     ({"prompt": "1", "stop": [""]}, "stop", "length >= 1"),
     ({"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
@@ -355,11 +372,64 @@ async def test_parameters_that_ask_for_nothing_pass(served: Served) -> None:
     assert len(got.choices) == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"x"'])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[1]", b'"x"', b"[" * 100_000, b'{"prompt":' * 100_000, b'{"prompt": "\\ud800"}'],
+    ids=lambda data: repr(data[:10]),
+)
 async def test_a_body_that_is_no_json_object_is_refused(served: Served, data: bytes) -> None:
     status, answer = await served.raw("/completions", data)
     assert status == 400
     assert "JSON" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+async def test_a_body_that_is_not_in_its_encoding_is_refused_and_nothing_is_logged(
+    served: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "gzip"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(served.url + path, data=b'{"prompt": "1"}', headers=headers) as response,
+    ):
+        answer = await response.json()
+    assert (response.status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert caplog.messages == []
+
+
+BROKEN = {
+    "bytes that are no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
+    "a length that is no number": b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    "two lengths": b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "a header that is too long": b"GET /health HTTP/1.1\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
+    "an encoding that nobody knows": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: strange\r\n\r\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
+async def test_what_is_no_http_request_is_a_400_that_names_no_server_and_is_not_logged(
+    served: Served, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    address = served.url.removeprefix("http://").removesuffix("/v1")
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(sent)
+    async with asyncio.timeout(10):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    assert head.startswith(b"HTTP/1.1 400 ") or head.startswith(b"HTTP/1.0 400 ")
+    assert b"aiohttp" not in head
+    assert b"Python" not in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["message"][:19]) == (
+        "invalid_request_error",
+        "not an HTTP request",
+    )
+    assert caplog.messages == []
+    assert (await served.client.models.list()).data, "it does not answer any more"
 
 
 async def test_errors_are_those_of_the_client(served: Served) -> None:
@@ -390,9 +460,19 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(
 
 
 async def test_more_answers_than_may_be_open_are_refused_for_now(served: Served) -> None:
-    too_many = MAX_OPEN_ANSWERS // 128 + 1
-    with pytest.raises(openai.RateLimitError, match="try again later"):
-        await served.client.completions.create(model=NAME, prompt=["1"] * too_many, n=128)
+    async with asyncio.TaskGroup() as group:
+        most = served.client.completions.create(
+            model=NAME,
+            prompt=["1"] * (MAX_OPEN_ANSWERS // 128),
+            n=128,
+            max_tokens=500,
+            extra_body={"ignore_eos": True},
+        )
+        task = group.create_task(most)
+        await served.busy()
+        with pytest.raises(openai.RateLimitError, match=r"1024 answers are open.* try again later"):
+            await served.client.completions.create(model=NAME, prompt="1")
+        task.cancel()
     await served.idle()
 
 

@@ -236,6 +236,26 @@ async def test_bad_weights_fail_every_request_and_good_ones_serve_again(
     assert set(again.versions) == {2}
 
 
+async def test_a_row_that_is_not_finite_fails_its_caller_only(
+    service: GeneratorService, model: PreTrainedModel, gate: Gate, ask: Ask
+) -> None:
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = torch.nan
+        head.weight[3] = 0.0
+    gate.close()
+    async with running(service.generate(ask(9, 4, temperature=0.0))) as (neighbor,):
+        await gate.entered()
+        bad = asyncio.ensure_future(service.generate(ask([7, 3], 4, name="bad")))
+        await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(GenerationError, match="request bad: non-finite"):
+            await bad
+    assert len(neighbor.result().token_ids) == 4
+    assert len((await service.generate(ask(9, 4, name="bad", temperature=0.0))).token_ids) == 4
+
+
 async def test_a_request_that_comes_with_a_failing_pass_is_not_failed_with_it(
     service: GeneratorService, model: PreTrainedModel, gate: Gate, ask: Ask
 ) -> None:

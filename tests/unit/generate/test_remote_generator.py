@@ -213,6 +213,21 @@ async def test_a_fault_of_one_request_ends_that_one_only(
     assert client.pending("submit") == 0
 
 
+@pytest.mark.parametrize("options", [{"top_k": 2**70}, {"stop": ("\ud800",)}])
+async def test_a_request_that_cannot_travel_fails_alone_and_its_neighbors_are_sent(
+    remote: RemoteGenerator, client: Client, ask: Ask, options: dict[str, object]
+) -> None:
+    calls = [
+        asyncio.ensure_future(remote.generate(request))
+        for request in (ask(name="first"), ask(name="odd", **options), ask(name="last"))
+    ]
+    assert (await client.submitted()).requests == ["first", "last"]
+    with pytest.raises(GenerationError, match=r"request odd: .* cannot be sent"):
+        await calls[1]
+    (await client.next("collect")).reply.set_result([delivered(n, n) for n in ("first", "last")])
+    assert [(await calls[i]).text for i in (0, 2)] == ["first", "last"]
+
+
 async def test_a_name_in_use_is_refused(remote: RemoteGenerator, client: Client, ask: Ask) -> None:
     (call,) = start(remote, ask(name="a"))
     await client.submitted()

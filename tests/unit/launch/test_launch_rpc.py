@@ -1,5 +1,7 @@
 """The HTTP side alone: limits, and servers that are not there."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from launch_services import Echo
@@ -17,6 +19,24 @@ async def test_a_request_over_the_limit_is_refused_and_the_server_lives() -> Non
         with pytest.raises(WorkerError, match="no method 'nothing'"):
             await client.call("nothing", timeout=5)
         await client.close()
+
+
+async def test_what_is_no_http_request_is_a_400_that_says_nothing_and_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serve(Echo(), ["add"], token="t") as server, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(*server.url[len("http://") :].split(":"))
+        writer.write(b"POST /rpc/add HTTP/1.1\r\nContent-Length: many\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+        client = RpcClient(server.url, "t", "w-0")
+        assert await client.call("add", 1, returns=int, timeout=5) == 11
+        await client.close()
+    assert head.split()[1] == b"400"
+    assert b"aiohttp" not in head
+    assert body == b""
+    assert caplog.messages == []
 
 
 async def test_a_refused_connection_is_a_worker_error_with_its_name() -> None:

@@ -18,6 +18,7 @@ from offbeat.observe.ledger import (
     UNTRAINED,
     Fate,
     LedgerTotals,
+    read_attempts,
     read_events,
     read_groups,
     read_tokens,
@@ -245,6 +246,19 @@ def test_second_process_sees_whole_changes_while_the_first_works_and_after_it_is
     assert tokens.generated == tokens.trained + sum(tokens.wasted.values())
     reopened = Ledger.open(path)
     assert reopened.totals() == totals
+    reopened.close()
+
+
+def test_a_file_without_tables_is_the_ledger_of_a_run_that_was_killed_at_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.db"
+    sqlite3.connect(path).execute("PRAGMA journal_mode=WAL").connection.close()
+    assert read_totals(path).admitted == 0
+    assert read_tokens(path).generated == 0
+    assert read_attempts(path) == ()
+    reopened = Ledger.open(path)  # and a run can go on in it
+    assert reopened.attempt == 1
     reopened.close()
 
 

@@ -135,7 +135,9 @@ def executed_by(run: asyncio.Task[None], seen: set[str]) -> Callable[[FrameType,
     folder = str(Path(offbeat.__file__).parent / "pipeline")
 
     def trace(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(folder):
+        name = frame.f_code.co_name
+        # When an object is collected is no property of the run.
+        if event == "call" and name != "__del__" and frame.f_code.co_filename.startswith(folder):
             seen.add(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}")
 
     return trace

@@ -94,6 +94,13 @@ def test_the_context_is_the_models_unless_a_shorter_one_is_set(configure: Config
         prepare(configure("model.max_model_len=65"), reward_log=None)
 
 
+def test_a_stop_id_outside_of_the_vocabulary_is_refused_before_the_run(
+    configure: Configure,
+) -> None:
+    with pytest.raises(ConfigError, match=r"gconfig\.stop_token_ids: 50 is no token .* 0 to 49"):
+        prepare(configure("gconfig.stop_token_ids=[3,50]"), reward_log=None)
+
+
 def test_a_model_that_does_not_tell_its_context_needs_to_be_told(
     configure: Configure, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from offbeat.checkpoint.folders import replacing
-from offbeat.checkpoint.manifest import SaveManifest, seal
-from offbeat.checkpoint.saver import ScheduleState
+from offbeat.checkpoint.background import SaveMode
+from offbeat.checkpoint.folders import replacing, step_folders
+from offbeat.checkpoint.manifest import SaveManifest, is_good, seal
+from offbeat.checkpoint.saver import Saver, ScheduleState
 from offbeat.checkpoint.snapshot import Counts, RunState, Snapshots, newest_snapshot
 from offbeat.config import RunConfig, from_mapping, load, to_yaml
 from offbeat.errors import ConfigError, TrainingError
@@ -104,15 +106,15 @@ def test_run_of_the_name_is_continued_while_it_is_not_complete(
     configure: Callable[..., RunConfig],
 ) -> None:
     cfg = configure("mine")
-    assert run_to_continue(cfg) is None
+    assert run_to_continue(cfg, asked=True) is None
     run_dir = begun(cfg)
-    assert run_to_continue(cfg) == run_dir
+    assert run_to_continue(cfg, asked=True) == run_dir
     ended(run_dir, RunStatus.FAILED, 3)
-    assert run_to_continue(cfg) == run_dir
+    assert run_to_continue(cfg, asked=True) == run_dir
     ended(run_dir, RunStatus.COMPLETED, 5)
-    assert run_to_continue(cfg) is None
+    assert run_to_continue(cfg, asked=True) is None
     assert not is_unfinished(run_dir)
-    assert run_to_continue(configure("mine", total_train_steps=8)) == run_dir
+    assert run_to_continue(configure("mine", total_train_steps=8), asked=True) == run_dir
 
 
 def test_without_a_name_the_newest_run_of_the_experiment_is_meant_and_no_older_one(
@@ -122,15 +124,19 @@ def test_without_a_name_the_newest_run_of_the_experiment_is_meant_and_no_older_o
     for at, run_dir in enumerate((old, new), 1_000_000_000):
         for file in run_dir.iterdir():
             os.utime(file, (at, at))
-    assert run_to_continue(configure()) == new
+    assert run_to_continue(configure(), asked=True) == new
     ended(new, RunStatus.COMPLETED, 5)
-    assert run_to_continue(configure()) is None
+    assert run_to_continue(configure(), asked=True) is None
 
 
 def test_run_that_still_runs_is_left_alone(configure: Callable[..., RunConfig]) -> None:
     run_dir = begun(configure("mine"))
-    with liveness.held(run_dir), pytest.raises(ConfigError, match="mine is still running"):
-        run_to_continue(configure("mine"))
+    with liveness.held(run_dir):
+        for cfg, asked in ((configure("mine"), False), (configure(), True)):
+            with pytest.raises(ConfigError, match="mine is still running"):
+                run_to_continue(cfg, asked=asked)
+        # Unasked and without a name, another one begins.
+        assert run_to_continue(configure(), asked=False) is None
 
 
 # --- its configuration
@@ -301,6 +307,46 @@ async def test_resumed_loop_commits_the_restored_version_before_it_admits_the_op
     # The open groups were counted in the attempt that admitted them first.
     assert sum(r.metrics["groups/admitted_count"] for r in rig.records()) == 2 + len(rows) - 2
     assert rig.records()[0].metrics["groups/dropped_failed_count"] == 1
+
+
+async def test_model_folder_that_was_under_way_when_the_run_stopped_is_saved_again(
+    open_rig: Callable[..., Awaitable[Any]], tmp_path: Path, model_folder: Path
+) -> None:
+    there = tmp_path / "checkpoints"
+    opening = Saver.open(mode=SaveMode.SYNC, checkpoints_dir=there, template_dir=model_folder)
+    async with await opening as saver:
+        rig = await open_rig(steps=3, saver=saver, start=run_state(2, 4, saved=True))
+        rig.trainer.version = PolicyVersion(2)
+        rig.generator.version = PolicyVersion(1)
+        await rig.run()
+    assert [folder.name for folder in step_folders(there)] == ["step-000002"]
+    assert is_good(step_folders(there)[0])
+
+
+async def test_snapshot_waits_for_the_model_folder_of_an_earlier_step(
+    open_rig: Callable[..., Awaitable[Any]], tmp_path: Path, model_folder: Path
+) -> None:
+    template = tmp_path / "template"
+    shutil.copytree(model_folder, template)
+    gate = template / "merges.txt"
+    os.mkfifo(gate)  # the writer stops there, in mid-folder, until it is fed
+    there = tmp_path / "checkpoints"
+    opening = Saver.open(mode=SaveMode.ASYNC, checkpoints_dir=there, template_dir=template)
+    async with await opening as saver:
+        rig = await open_rig(steps=4, saver=saver, save_steps=2, snapshot_steps=3)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(rig.run())
+            await rig.trainer.until_entered(3)
+            await asyncio.to_thread(gate.write_text, "merges")
+            gate.unlink()
+            await running
+        await rig.snapshots.ready()
+        found = newest_snapshot(rig.run_dir / "snapshots")
+    assert found is not None
+    assert (found.state.run.step, found.state.run.saved) == (3, False)
+    assert is_good(there / "step-000002")
+    snapshot, folder = found.tensors.stat(), (there / "step-000002" / "manifest.json").stat()
+    assert snapshot.st_mtime_ns > folder.st_mtime_ns
 
 
 @pytest.mark.invariant("I04")

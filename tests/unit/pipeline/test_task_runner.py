@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from contextvars import ContextVar
 
@@ -175,6 +176,53 @@ async def test_a_wait_that_takes_too_long_says_how_many_are_left() -> None:
         with pytest.raises(StallError, match=r"1 tasks are not done after 0\.01 s"):
             await runner.wait(timeout=0.01)
         future.cancel()
+
+
+async def test_who_stops_waiting_cancels_nothing() -> None:
+    gate = asyncio.Event()
+
+    async def held(x: int) -> int:
+        await gate.wait()
+        return x
+
+    async with AsyncTaskRunner(1) as runner:
+        futures = [runner.submit(held, i) for i in range(3)]
+        with pytest.raises(StallError, match="3 tasks"):
+            await runner.wait(*futures, timeout=0.01)
+        gate.set()
+        assert await runner.wait(*futures) == [0, 1, 2]
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def stop() -> None:
+    raise StopIteration
+
+
+def test_a_task_that_exits_ends_itself_only() -> None:
+    with AsyncTaskRunner(1) as runner:
+        bad, good = runner.submit(leave), runner.submit(double, 2)
+        with pytest.raises(SystemExit):
+            bad.result(10)
+        assert good.result(10) == 4
+        assert runner.submit(double, 3).result(10) == 6
+
+
+def test_a_stop_iteration_reaches_the_caller_as_a_runtime_error() -> None:
+    with AsyncTaskRunner(1) as runner:
+        bad, good = runner.submit(stop), runner.submit(double, 2)
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            bad.result(10)
+        assert good.result(10) == 4
+
+
+def test_a_task_cannot_close_its_own_runner() -> None:
+    with AsyncTaskRunner(1) as runner:
+        with pytest.raises(RuntimeError, match="cannot close the runner that runs it"):
+            runner.submit(runner.close).result(10)
+        assert runner.submit(double, 2).result(10) == 4
 
 
 async def test_a_closed_runner_refuses_tasks() -> None:

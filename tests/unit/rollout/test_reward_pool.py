@@ -320,3 +320,14 @@ async def test_functions_of_importable_modules_go_by_name() -> None:
     # A function that is found along sys.path need not be copied: its module is imported there.
     async with RewardPool(load_order(os.path.basename), timeout_seconds=5, workers=1) as pool:
         assert "returned 'b'" in _failure(await pool.call("a/b")).reason
+
+
+async def test_a_long_text_of_an_exception_does_not_fill_the_screen() -> None:
+    def judge() -> float:
+        raise ValueError("x" * 10_000)
+
+    async with RewardPool(load_order(judge), timeout_seconds=10, workers=1) as pool:
+        reason = _failure(await pool.call()).reason
+    assert reason.startswith("ValueError: xxx")
+    assert reason.endswith("... (10012 characters)")
+    assert len(reason) < 2100

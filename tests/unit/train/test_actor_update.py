@@ -320,7 +320,7 @@ def test_reward_that_is_not_finite_names_its_group_and_changes_nothing(
         dataclasses.replace(s, reward=reward) if (s.group_id, s.sibling) == (2, 1) else s
         for s in rollouts
     ]
-    with pytest.raises(NonFiniteLoss, match=r"1 of 12 values of reward .* groups 2$"):
+    with pytest.raises(NonFiniteLoss, match=r"1 of 12 values of reward .* groups 2; .* 3.4e38"):
         trainer.actor.update(bad, V1)
     assert same(before, trainer.engine.snapshot())
 
@@ -332,7 +332,7 @@ def test_advantage_that_overflows_names_its_group(
     before = trainer.engine.snapshot()
     huge = [dataclasses.replace(s, reward=3e37) if s.group_id == 3 else s for s in rollouts]
     huge[-1] = dataclasses.replace(huge[-1], reward=1.0)
-    with pytest.raises(NonFiniteLoss, match=r"values of advantage .* groups 3$"):
+    with pytest.raises(NonFiniteLoss, match=r"groups 3; .* to 3e\+37; .* actor.reward_clip"):
         trainer.actor.update(huge, V1)
     assert same(before, trainer.engine.snapshot())
 

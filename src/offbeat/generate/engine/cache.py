@@ -107,6 +107,11 @@ class SlotCache:
         self.keys.zero_()
         self.values.zero_()
 
+    def clear_slot(self, slot: int) -> None:
+        """Forget ``slot``, for the same reason."""
+        self.keys[:, slot].zero_()
+        self.values[:, slot].zero_()
+
     def copy_prefix(self, source: int, targets: list[int], length: int) -> None:
         """Give ``targets`` the first ``length`` positions of ``source``."""
         for cache in (self.keys, self.values):

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.errors import GenerationError, PromptTooLong
+from offbeat.errors import GenerationError
+from offbeat.generate.engine.admission import check_request
 from offbeat.generate.engine.cache import DecodeContext, HeadShape, SlotCache
 from offbeat.generate.engine.chunks import ChunkLayout
 from offbeat.generate.engine.prompts import Chunk, PromptBook
@@ -59,6 +60,7 @@ PREFILL_CHUNK = 256
 """Prompt tokens of one pass beside decoding: what a decoding request waits for at most."""
 
 Finished: TypeAlias = list[tuple[GenerateRequest, Completion]]
+Failed: TypeAlias = list[tuple[GenerateRequest, GenerationError]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +117,10 @@ class Engine:
         self._waiting: deque[GenerateRequest] = deque()
         self._running: dict[int, _Running] = {}
         self._free = list(range(slots - 1, -1, -1))
+        self._failed: Failed = []
+        """At most the requests that ran; whoever drives the engine takes them after each step."""
+        self._any_finite = True
+        """Whether some log-prob of the last step was finite."""
         self.slots = slots
         self.version = PolicyVersion(0)
         self.prefill_tokens = 0
@@ -140,24 +146,9 @@ class Engine:
         """Put ``request`` at the end of the line.
 
         Raises:
-            PromptTooLong: prompt plus ``max_new_tokens`` exceed ``max_len``.
-            GenerationError: empty prompt, or a token id outside the vocabulary.
+            PromptTooLong, GenerationError: see ``check_request``; nothing has joined the others.
         """
-        n, new = len(request.prompt_ids), request.params.max_new_tokens
-        if n + new > self._max_len:
-            raise PromptTooLong(
-                f"request {request.request_id}: {n} prompt tokens + max_new_tokens {new} exceed "
-                f"the context of {self._max_len}"
-            )
-        if n == 0 or new < 1:
-            raise GenerationError(
-                f"request {request.request_id}: {n} prompt tokens, max_new_tokens {new}; "
-                "both must be at least 1"
-            )
-        if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocab:
-            raise GenerationError(
-                f"request {request.request_id}: prompt has a token id outside 0..{self._vocab - 1}"
-            )
+        check_request(request, max_len=self._max_len, vocab=self._vocab)
         self._waiting.append(request)
 
     def abort(self, request_ids: Iterable[str]) -> Finished:
@@ -181,6 +172,7 @@ class Engine:
             self._free.append(slot)
         self._free.sort(reverse=True)
         self._running.clear()
+        self._failed.clear()
         self._prompts.clear()
         self._cache.clear()
 
@@ -219,15 +211,31 @@ class Engine:
         """Admit what fits, then one pass; returns the requests that finished.
 
         Every request that decodes gets one token. One whose prompt is complete gets its first, one
-        whose keys were computed anew its next.
+        whose keys were computed anew its next. One whose log-probs are not finite gets none and
+        ends; ``take_failed`` has it.
+
+        Raises:
+            GenerationError: no log-prob of this step is finite, so it is the weights.
         """
+        self._any_finite, before = False, len(self._failed)
         finished = self._admit()
         lengths, runs = self._arrange()
         chunks = self._prompts.plan(PREFILL_CHUNK if len(lengths) else PREFILL_TOKENS)
         if len(lengths) or chunks:
             finished += self._pass(lengths, runs, chunks)
         self.finished += len(finished)
+        bad = [request.request_id for request, _ in self._failed[before:]]
+        if bad and not self._any_finite:
+            raise GenerationError(
+                f"non-finite log-probs at version {self.version} for {bad[:4]}: "
+                "the weights have NaN or infinite values"
+            )
         return finished
+
+    def take_failed(self) -> Failed:
+        """The requests that ended without an answer since the last call, and why."""
+        failed, self._failed = self._failed, []
+        return failed
 
     # Admission
 
@@ -406,7 +414,12 @@ class Engine:
         tokens, logp = drawn.cpu().numpy(), scores.cpu().numpy()
         if isinstance(rows, slice):
             tokens, logp = tokens[slots], logp[slots]
-        self._require_finite(slots, logp)
+        finite = np.isfinite(logp)
+        if not finite.all():
+            for slot in slots[~finite].tolist():
+                self._fail(slot)
+            slots, tokens, logp = slots[finite], tokens[finite], logp[finite]
+        self._any_finite |= bool(finite.any())
         ended = self._rows.append(slots, tokens, logp)
         # An answer that stops with the last token it may have has stopped.
         reasons = dict.fromkeys(ended.full.tolist(), StopReason.LENGTH)
@@ -417,14 +430,16 @@ class Engine:
         reasons |= dict.fromkeys(ended.stopped.tolist(), StopReason.STOP)
         return [self._release(slot, reason) for slot, reason in sorted(reasons.items())]
 
-    def _require_finite(self, slots: IntArray, logp: np.ndarray) -> None:
-        if np.isfinite(logp).all():
-            return
-        bad = [self._running[s].request.request_id for s in slots[~np.isfinite(logp)].tolist()]
-        raise GenerationError(
-            f"non-finite log-probs at version {self.version} for {bad[:4]}: "
-            "the weights have NaN or infinite values"
+    def _fail(self, slot: int) -> None:
+        """End the request in ``slot``, whose keys nobody may copy nor meet behind a mask."""
+        request = self._leave(slot).request
+        self._prompts.vacate(slot)
+        self._cache.clear_slot(slot)
+        reason = (
+            f"request {request.request_id}: non-finite log-probs at version {self.version}, while "
+            "those of other requests are finite"
         )
+        self._failed.append((request, GenerationError(reason)))
 
     def _stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         own = request.params.stop_token_ids
@@ -432,9 +447,9 @@ class Engine:
 
     def _release(self, slot: int, reason: StopReason) -> tuple[GenerateRequest, Completion]:
         """Free ``slot`` and hand out what its request wrote."""
-        running = self._running.pop(slot)
-        request = running.request
         tokens, logp = self._rows.answer(slot)
+        running = self._leave(slot)
+        request = running.request
         at_token = reason is StopReason.STOP and int(tokens[-1]) in self._stop_ids(request)
         text = self._decode_text((tokens[:-1] if at_token else tokens).tolist())
         cuts = [text.index(s) for s in request.params.stop if s in text]
@@ -445,10 +460,14 @@ class Engine:
             stop_reason=reason,
             text=text[: min(cuts)] if cuts else text,
         )
+        return request, completion
+
+    def _leave(self, slot: int) -> _Running:
+        """Free ``slot``; returns who ran there."""
         self._rows.end(slot)
         self._free.append(slot)
         self._free.sort(reverse=True)
-        return request, completion
+        return self._running.pop(slot)
 
 
 def _per_token(versions: list[tuple[int, PolicyVersion]], length: int) -> np.ndarray:

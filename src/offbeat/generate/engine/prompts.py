@@ -68,8 +68,8 @@ class PromptBook:
         """The computed prompt, as long as some slot has it."""
         return self._held.get(key)
 
-    def vacate(self, slot: int, *, unless: bytes) -> None:
-        """``slot`` will hold the prompt ``unless``; what it held before is gone."""
+    def vacate(self, slot: int, *, unless: bytes = b"") -> None:
+        """``slot`` will hold the prompt ``unless``, or none; what it held before is gone."""
         for key in [k for k, p in self._held.items() if slot in p.slots and k != unless]:
             self._held[key].slots.remove(slot)
             if not self._held[key].slots:

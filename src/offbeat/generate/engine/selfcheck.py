@@ -135,10 +135,17 @@ def _generate(engine: Engine, requests: Sequence[GenerateRequest]) -> Pairs:
     for i, request in enumerate(requests):
         engine.submit(request)
         if i % 2:
-            ended |= {r.request_id: c for r, c in engine.step()}
+            ended |= _step(engine)
     while len(ended) < len(requests):
-        ended |= {r.request_id: c for r, c in engine.step()}
+        ended |= _step(engine)
     return [(r, ended[r.request_id]) for r in requests]
+
+
+def _step(engine: Engine) -> dict[str, Completion]:
+    finished = engine.step()
+    for _, error in engine.take_failed():
+        raise error
+    return {r.request_id: c for r, c in finished}
 
 
 def _recorded(pairs: Pairs) -> FloatArray:

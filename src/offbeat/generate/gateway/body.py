@@ -15,6 +15,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from offbeat.config.generation import MOST_TOP_K, temperature_problem
+from offbeat.data.tokens import TextCodec
 from offbeat.generate.gateway.answers import Answers, Ask, as_prompt, encode_chat
 from offbeat.generate.gateway.refusal import Refusal
 from offbeat.types import IntArray, Message, SamplingParams
@@ -49,7 +51,12 @@ _NOTHING: Mapping[str, object] = {
 }
 """Parameters of the protocol that the engine does not have, and the value that asks for nothing."""
 
+MOST_STOPS = 64
+"""Stop strings, and stop token ids, of one answer: each costs time in every step of the engine."""
+
 _Stop: TypeAlias = Annotated[str, Meta(min_length=1)]
+_Stops: TypeAlias = Annotated[list[_Stop], Meta(max_length=MOST_STOPS)]
+_TokenIds: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MOST_STOPS)]
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,12 +76,12 @@ class Body(_Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MOST_TOP_K)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_ANSWERS)] | None = None
     seed: int | None = None
-    stop: _Stop | list[_Stop] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    stop: _Stop | _Stops | None = None
+    stop_token_ids: _TokenIds | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -99,8 +106,12 @@ class Body(_Struct, frozen=True, kw_only=True):
             ignore_eos=bool(self.ignore_eos),
         )
 
-    def ask(self, prompts: Sequence[IntArray], max_new_tokens: int) -> Ask:
-        """These prompts, asked as the body says."""
+    def ask(self, prompts: Sequence[IntArray], max_new_tokens: int, codec: TextCodec) -> Ask:
+        """These prompts, asked as the body says. Raises ``Refusal``."""
+        wrong = None if self.temperature is None else temperature_problem(self.temperature)
+        if wrong is not None:
+            raise Refusal(f"temperature: {wrong}", param="temperature")
+        _check_token_ids("stop_token_ids", self.stop_token_ids or (), codec)
         return Ask(
             prompts=tuple(prompts),
             params=self.params(max_new_tokens),
@@ -125,7 +136,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
                 code="unsupported_value",
             )
         prompts = [self._encode(p, answers) for p in self._prompts()]
-        return self.ask(prompts, self.max_tokens or COMPLETION_TOKENS)
+        return self.ask(prompts, self.max_tokens or COMPLETION_TOKENS, answers.codec)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -150,13 +161,16 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         ids = codec.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise Refusal("prompt: has no tokens; it must have at least one", param="prompt")
-        wrong = next((i for i in ids if not 0 <= i < codec.vocab_size), None)
-        if wrong is not None:
-            raise Refusal(
-                f"prompt: token id {wrong} is not between 0 and {codec.vocab_size - 1}",
-                param="prompt",
-            )
+        _check_token_ids("prompt", ids, codec)
         return as_prompt(ids)
+
+
+def _check_token_ids(param: str, ids: Sequence[int], codec: TextCodec) -> None:
+    wrong = next((i for i in ids if not 0 <= i < codec.vocab_size), None)
+    if wrong is not None:
+        raise Refusal(
+            f"{param}: token id {wrong} is not between 0 and {codec.vocab_size - 1}", param=param
+        )
 
 
 class TextPart(_Struct, frozen=True, kw_only=True):
@@ -203,7 +217,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
             )
         prompt = encode_chat([m.message for m in self.messages], answers.codec)
         longest = self.max_completion_tokens or self.max_tokens or answers.room(prompt)
-        return self.ask([prompt], longest)
+        return self.ask([prompt], longest, answers.codec)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -219,6 +233,8 @@ def parse(data: bytes, kind: type[B]) -> B:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as exc:
         raise Refusal(f"the body is not JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise Refusal("the body is JSON that is nested too deeply") from exc
     if not isinstance(raw, dict):
         raise Refusal("the body must be a JSON object")
     known = kind.__struct_fields__

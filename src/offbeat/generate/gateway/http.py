@@ -29,7 +29,7 @@ from offbeat.generate.gateway.answers import Answers, Ask, Piece
 from offbeat.generate.gateway.body import Body, ChatBody, CompletionBody, parse
 from offbeat.generate.gateway.refusal import Refusal
 from offbeat.generate.gateway.replies import ChatReply, CompletionReply, Reply
-from offbeat.launch.rpc import hide_server
+from offbeat.launch.web import serve_application
 from offbeat.types import Completion, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,6 @@ MAX_BODY_BYTES = 4 * 2**20
 
 MAX_OPEN_ANSWERS = 1024
 """Answers that are written or wait for a slot; what would exceed it is refused, to come back."""
-
-CLOSE_SECONDS = 0.2
-"""What a response may still take when the gateway closes; then it is cut off."""
 
 
 class Gateway:
@@ -73,7 +70,6 @@ class Gateway:
     def application(self) -> web.Application:
         """Its routes."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
-        app.on_response_prepare.append(hide_server)
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -89,13 +85,14 @@ class Gateway:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who has the token; turn every error into the protocol's."""
         try:
-            with boundary(OffbeatError, "unexpected error"):
+            with boundary(OffbeatError, "unexpected error (--debug shows where)"):
                 return await self._admit(request, handler)
         except OffbeatError as exc:
             refusal = Refusal.of(exc)
             if refusal.status >= 500:
-                foreign = exc.__cause__ if type(exc) is OffbeatError else None
-                log.error("%s %s: %s", request.method, request.path, exc, exc_info=foreign)
+                unexpected = type(exc) is OffbeatError and log.isEnabledFor(logging.DEBUG)
+                trace = exc.__cause__ if unexpected else None
+                log.error("%s %s: %s", request.method, request.path, exc, exc_info=trace)
             return _refused(refusal)
 
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -105,6 +102,8 @@ class Gateway:
             return await handler(request)
         except Refusal as refusal:
             return _refused(refusal)
+        except web.RequestPayloadError as exc:
+            return _refused(Refusal(f"the body cannot be read: {exc}"))
         except web.HTTPException as exc:
             text = f"{request.method} {request.path}: {exc.reason}"
             return _refused(Refusal(text, status=HTTPStatus(exc.status)))
@@ -188,6 +187,12 @@ class Gateway:
     @contextmanager
     def _opened(self, ask: Ask) -> Iterator[None]:
         """Count the answers to ``ask`` as open while inside."""
+        if ask.answers > MAX_OPEN_ANSWERS:
+            raise Refusal(
+                f"{len(ask.prompts)} prompts with n {ask.n} ask for {ask.answers} answers, more "
+                f"than the {MAX_OPEN_ANSWERS} that may be open; send several requests",
+                param="prompt",
+            )
         if self._open + ask.answers > MAX_OPEN_ANSWERS:
             raise Refusal(
                 f"{self._open} answers are open, of at most {MAX_OPEN_ANSWERS}; {ask.answers} more "
@@ -259,15 +264,5 @@ async def serve_gateway(gateway: Gateway, at: socket.socket) -> AsyncIterator[st
     """Answer at the listening socket ``at`` until the context ends; yields the base URL."""
     host, port = at.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    runner = web.AppRunner(
-        gateway.application(),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=CLOSE_SECONDS,
-    )
-    try:
-        await runner.setup()
-        await web.SockSite(runner, at).start()
+    async with serve_application(gateway.application(), at, lambda what: _refused(Refusal(what))):
         yield f"http://{shown}:{port}/v1"
-    finally:
-        await runner.cleanup()

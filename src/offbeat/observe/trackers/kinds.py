@@ -80,5 +80,5 @@ def check_installed(section: StatsLoggerConfig) -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"stats_logger.{name}: needs the {package} package, which is not installed: "
-                f"pip install 'offbeat[{name}]'"
+                f"pip install {package} (offbeat's extra {name})"
             )

@@ -59,7 +59,9 @@ class Injection:
 
 
 class Injector:
-    """Does one of ``faults`` when asked, chosen at random among those that have a victim now.
+    """Does one of ``faults`` when asked: each once in a random order, then each once again.
+
+    A fault that has no victim now waits for its turn.
 
     Args:
         seed: of the choices.
@@ -68,6 +70,8 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, poison_dir: Path) -> None:
         self._faults = faults
+        self._round: list[Fault] = []
+        """What is left of this round, in its order."""
         self._random = random.Random(seed)
         self._poison_dir = poison_dir
         self._paused: list[tuple[float, Process]] = []
@@ -78,16 +82,21 @@ class Injector:
 
     def inject(self, processes: Sequence[Process], now: float) -> Injection | None:
         """Do one fault to one of ``processes``; None when none of them is a victim now."""
-        victims = {fault: self._victims(fault, processes) for fault in self._faults}
-        possible = [f for f in self._faults if victims[f] or f is Fault.POISON_REWARD]
-        if not possible:
-            return None
-        fault = self._random.choice(possible)
+        if not self._round:
+            self._round = self._random.sample(self._faults, len(self._faults))
+        for fault in self._round:
+            victims = self._victims(fault, processes)
+            if victims or fault is Fault.POISON_REWARD:
+                self._round.remove(fault)
+                return self._do(fault, victims, now)
+        return None
+
+    def _do(self, fault: Fault, victims: Sequence[Process], now: float) -> Injection:
         if fault is Fault.POISON_REWARD:
             kind = self._random.choice(list(Poison))
             order(self._poison_dir, kind)
             return Injection(fault=fault, at=now, target=kind, pid=None)
-        victim = self._random.choice(victims[fault])
+        victim = self._random.choice(victims)
         self._hit(fault, victim, now)
         return Injection(fault=fault, at=now, target=victim.name, pid=victim.pid)
 

@@ -7,6 +7,7 @@ signals and files. Waits for the run's end, which has a deadline once it was ask
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -37,13 +38,16 @@ UNLIMITED = 1_000_000
 END_SECONDS = 15.0
 """How long the run may take to end when it is asked to, with a save that is under way."""
 
+NOTICE_SECONDS = 2.0
+"""How long the death of a process may go unnoticed."""
+
 ORPHAN_SECONDS = 2.0
 """How long a worker may outlive the run."""
 
 LOOK_SECONDS = 0.1
 MEMORY_SECONDS = 2.0
-JUDGED_SECONDS = 180.0
-"""Memory of a run that was watched for less says nothing."""
+JUDGED_SECONDS = 600.0
+"""Memory of a run that was watched for less is only shown: allocators still fill their pools."""
 
 INTERRUPTED = 130
 RESTARTED = "; restarting it ("
@@ -56,9 +60,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run and how to break it: a fault about ``every`` seconds, for ``minutes``.
-
-    ``minutes`` null lets the run come to its own end.
+    """What to run and how to break it: a fault about ``every`` seconds, for ``minutes`` from the
+    first step on; null lets the run come to its own end.
     """
 
     config: Path
@@ -205,12 +208,15 @@ class _Watch:
         self._child = child
         self._run_dir = run_dir
         self._injector = Injector(plan.faults, seed=plan.seed, poison_dir=poison_dir)
-        self._calm = 2 * cfg.generator.heartbeat_seconds + END_SECONDS
-        """Seconds before the end in which nothing is broken any more: a fault takes its time."""
+        self._calm = 2 * cfg.generator.heartbeat_seconds + NOTICE_SECONDS
+        """Seconds before the end in which nothing is broken any more: what is lost then may not be
+        noticed in time.
+        """
         self._memory = MemoryLog()
         self._seen: set[Process] = set()
         self._shared_memory = _shared_memory()
         self._began = time.monotonic()
+        self._look_at = 0.0
         self._watched = 0.0
         self._asked = False
         self._ended = True
@@ -222,26 +228,34 @@ class _Watch:
 
     def until_end(self, say: Callable[[str], None]) -> None:
         """Returns when the run has ended, by itself or because its time is up."""
-        limit = float("inf") if self._plan.minutes is None else self._plan.minutes * 60
-        fault_at, look_at = float("inf"), 0.0
-        while self._child.poll() is None and self._now < limit:
-            if fault_at == float("inf") and (self._run_dir / "metrics.jsonl").exists():
-                fault_at = self._now + self._injector.pause_until_next(self._plan.every)
-            if self._now >= fault_at:
-                fault_at = self._now + self._injector.pause_until_next(self._plan.every)
-                if self._now < limit - self._calm:
-                    self._break(say)
-            if self._now >= look_at:
-                look_at = self._now + MEMORY_SECONDS
-                self._look()
-            self._injector.wake(self._now)
-            time.sleep(LOOK_SECONDS)
-        self._injector.wake(float("inf"))
+        self._until(lambda: (self._run_dir / "metrics.jsonl").exists())
+        limit = math.inf if self._plan.minutes is None else self._now + self._plan.minutes * 60
+        while self._pause(limit) and self._now < limit:
+            if self._now < limit - self._calm:
+                self._break(say)
+        self._injector.wake(math.inf)
         self._watched = self._now
         if self._child.poll() is None:
             self._look()
             self._asked = True
             self._ended = _end(self._child)
+
+    def _pause(self, limit: float) -> bool:
+        """Look on until the next fault is due; False when the run ends before."""
+        due = min(limit, self._now + self._injector.pause_until_next(self._plan.every))
+        return self._until(lambda: self._now >= due)
+
+    def _until(self, reached: Callable[[], bool]) -> bool:
+        """Look on until then; False when the run ends before."""
+        while not reached():
+            if self._child.poll() is not None:
+                return False
+            if self._now >= self._look_at:
+                self._look_at = self._now + MEMORY_SECONDS
+                self._look()
+            self._injector.wake(self._now)
+            time.sleep(LOOK_SECONDS)
+        return True
 
     def _break(self, say: Callable[[str], None]) -> None:
         injection = self._injector.inject(processes_of(self._child.pid), self._now)

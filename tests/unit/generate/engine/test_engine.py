@@ -413,6 +413,7 @@ def test_abort_ends_waiting_and_running_requests_with_what_they_wrote(
         (5, 0, GenerationError, "max_new_tokens 0"),
         ([3, -1], 3, GenerationError, r"outside 0\.\.49"),
         ([3, 50], 3, GenerationError, r"outside 0\.\.49"),
+        ([[3, 4]], 3, GenerationError, r"array \[1, 2\] of int64, not one row"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_waits(
@@ -427,6 +428,39 @@ def test_what_cannot_be_served_is_refused_before_it_waits(
     with pytest.raises(error, match=f"request odd: .*{match}"):
         engine.submit(ask(prompt, n, name="odd"))
     assert engine.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"stop_token_ids": (3, 2**63)}, r"stop token id 9223372036854775808 is outside 0\.\.49"),
+        ({"stop_token_ids": (50,)}, r"stop token id 50 is outside 0\.\.49"),
+        ({"stop_token_ids": (-1,)}, r"stop token id -1 is outside 0\.\.49"),
+        ({"temperature": 1e-40}, "temperature 1e-40 is neither 0"),
+        ({"temperature": -1.0}, r"temperature -1\.0 is neither 0"),
+        ({"temperature": 1e39}, r"temperature 1e\+39 is neither 0"),
+        ({"temperature": float("nan")}, "temperature nan is neither 0"),
+        ({"top_k": 10**30}, "top_k 10{30} is not between 0 and 1000000"),
+        ({"top_k": -1}, "top_k -1 is not between"),
+        ({"top_p": 0.0}, "top_p 0 is not > 0"),
+        ({"min_p": float("nan")}, "min_p nan is not between 0 and 1"),
+        ({"stop": ("x", "")}, "stop has an empty string"),
+    ],
+)
+def test_an_option_that_cannot_be_served_fails_its_request_before_it_joins_the_others(
+    make_engine: MakeEngine, ask: Ask, run: Run, options: dict[str, object], match: str
+) -> None:
+    engine, neighbors = make_engine(), [ask(9, 12, seed=1), ask(11, 12, seed=2, temperature=0.5)]
+    for request in neighbors:
+        engine.submit(request)
+    engine.step()
+    with pytest.raises(GenerationError, match=f"request odd: .*{match}"):
+        engine.submit(ask(7, 4, name="odd", **options))
+    assert (engine.running, engine.waiting) == (2, 0)
+    together = run(engine)
+    for request in neighbors:
+        alone = run(make_engine(), request)[request.request_id]
+        assert same_bits(alone, together[request.request_id])
 
 
 def test_any_integer_is_a_seed(make_engine: MakeEngine, ask: Ask, run: Run) -> None:
@@ -475,6 +509,58 @@ def test_non_finite_logits_are_an_error_for_greedy_requests_too(
     engine.submit(ask(9, 12, temperature=0.0))
     with pytest.raises(GenerationError, match="non-finite"):
         engine.step()
+
+
+def poison(model: torch.nn.Module, token: int) -> None:
+    """Make ``model`` give NaN once it has read ``token``."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
+
+
+def test_a_row_with_non_finite_logprobs_fails_alone_and_its_neighbors_keep_every_bit(
+    make_engine: MakeEngine, ask: Ask, run: Run, model: torch.nn.Module
+) -> None:
+    neighbors = [ask(9, 20, seed=1), ask(30, 20, seed=2, temperature=0.5), ask(12, 20, seed=3)]
+    expected = run(make_engine(), *neighbors)
+    read = [*(r.prompt_ids for r in neighbors), *(c.token_ids for c in expected.values())]
+    token = min(set(range(50)) - set(np.concatenate(read).tolist()))
+    poison(model, token)
+    engine = make_engine(model=model)
+    for request in neighbors[:2]:
+        engine.submit(request)
+    engine.step()
+    # Two siblings: the second copies the keys of the first. The long prompt fills a whole slot.
+    for sibling in range(2):
+        engine.submit(ask([7] * 100 + [token] * 100, 4, name=f"bad{sibling}"))
+    engine.step()
+    failed = engine.take_failed()
+    assert [r.request_id for r, _ in failed] == ["bad0", "bad1"]
+    assert all("request bad" in str(e) and "non-finite" in str(e) for _, e in failed)
+    assert engine.take_failed() == []
+    assert (engine.running, engine.waiting) == (2, 0)
+    # Takes a slot that had NaN keys, which lie behind its mask.
+    together = run(engine, neighbors[2])
+    assert engine.take_failed() == []
+    for request in neighbors:
+        assert same_bits(expected[request.request_id], together[request.request_id])
+
+
+def test_a_prompt_that_failed_is_not_shared_with_a_later_sibling(
+    make_engine: MakeEngine, ask: Ask, run: Run, model: torch.nn.Module
+) -> None:
+    token = 3
+    poison(model, token)
+    engine = make_engine(model=model)
+    engine.submit(ask(9, 20))
+    prefilled = []
+    for name in ("first", "second"):
+        engine.submit(ask([7, token, 8], 4, name=name))
+        engine.step()
+        assert [r.request_id for r, _ in engine.take_failed()] == [name]
+        prefilled.append(engine.prefill_tokens)
+    assert prefilled == [9 + 3, 9 + 3 + 3]
 
 
 def test_a_failing_load_leaves_version_and_requests_as_they_were(
