@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -80,8 +81,10 @@ def test_a_reward_function_that_cannot_be_loaded_ends_the_run_before_a_model_is_
 @pytest.mark.slow
 def test_a_worker_that_cannot_load_the_model_shows_its_traceback_with_debug_only(lab: Any) -> None:
     shutil.copytree(lab.folder / "model", lab.folder / "torn")
-    weights = lab.folder / "torn" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    file = lab.folder / "torn" / "config.json"
+    config = json.loads(file.read_text())
+    config["intermediate_size"] += 1  # the weights have another shape, which their loader finds
+    file.write_text(json.dumps(config))
     run = lab.train("model.path=torn")
     assert run.end() == 2, run.output
     assert "loading the model at torn" in run.output
@@ -90,7 +93,7 @@ def test_a_worker_that_cannot_load_the_model_shows_its_traceback_with_debug_only
     assert lab.summary()["status"] == "failed"
     again = lab.train("model.path=torn", "trial_name=again", "--debug")
     assert again.end() == 2
-    assert "SafetensorError" in again.output
+    assert "ignore_mismatched_sizes" in again.output
     assert "Traceback" in again.output
 
 

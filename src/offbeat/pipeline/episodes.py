@@ -235,7 +235,7 @@ def _place(prompt: Prompt) -> str:
     return f"group {prompt.group_id} (row {prompt.row + 1})"
 
 
-_CHOSEN = (DropReason.FILTERED, DropReason.STALE)
+CHOSEN = (DropReason.FILTERED, DropReason.STALE)
 """Drops that the configuration asks for: no failures."""
 
 
@@ -267,7 +267,7 @@ class FailureBudget:
         Raises:
             RolloutError: the budget is spent; the message has the first real error of the run.
         """
-        if isinstance(outcome, Dropped) and outcome.reason in _CHOSEN:
+        if isinstance(outcome, Dropped) and outcome.reason in CHOSEN:
             return
         if isinstance(outcome, Dropped) and outcome.reason is DropReason.TOO_LONG:
             self._too_long += 1

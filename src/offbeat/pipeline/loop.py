@@ -33,6 +33,7 @@ from offbeat.launch.codec import encode
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.spans import SpanName
 from offbeat.pipeline.episodes import (
+    CHOSEN,
     Dropped,
     FailureBudget,
     GroupEngine,
@@ -71,7 +72,7 @@ log = logging.getLogger(__name__)
 CONTROLLER = "controller"
 
 LOUD_FAILURES = 3
-"""Failed groups that are reported one by one."""
+"""Groups that failed or did not fit and are reported one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,10 +329,11 @@ class Loop:
         self._budget.record(outcome)
 
     def _say_drop(self, group_id: GroupId, outcome: Dropped) -> None:
-        """Warn of the first failures, then of every tenfold; the ledger has all of them."""
-        self._failures += outcome.error is not None
+        """Warn of the first that were not chosen, then of every tenfold; the ledger has all."""
+        chosen = outcome.reason in CHOSEN
+        self._failures += not chosen
         rare = self._failures <= LOUD_FAILURES or str(self._failures).strip("0") == "1"
-        level = logging.WARNING if outcome.error is not None and rare else logging.DEBUG
+        level = logging.WARNING if rare and not chosen else logging.DEBUG
         log.log(level, "group %d dropped (%s): %s", group_id, outcome.reason, outcome.detail)
 
     # Training
