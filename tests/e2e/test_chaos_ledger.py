@@ -78,7 +78,8 @@ def check_moved_on(before: Look, after: Look) -> None:
 
 @pytest.mark.invariant("I01")
 @pytest.mark.invariant("I02")
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_another_process_can_add_the_ledger_up_at_any_moment_and_after_sigkill(
     lab: Any, mode: str
 ) -> None:

@@ -127,6 +127,7 @@ def serving(folder: Path, port: int) -> Iterator[None]:
             server.terminate()
 
 
+@pytest.mark.slow
 def test_the_http_reward_is_asked_for_every_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 VALIDATION = "valid_dataset={path: 'task:rows', args: {name: valid, n: 2}}"
@@ -28,6 +29,7 @@ def test_trackers_record_training_evaluation_and_the_end_of_a_run(lab: Any) -> N
         assert text in record.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_tracker_that_cannot_start_is_reported_once_and_training_goes_on(lab: Any) -> None:
     run = lab.train("stats_logger.tensorboard.path=config.yaml")
     assert run.end() == 0, run.output
