@@ -19,11 +19,13 @@ import random
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
 from measure import Json, arguments, emit, facts
 
 from offbeat.pipeline.staleness import Policy, SlotGauge, StalenessManager, Ticket
 from offbeat.types import GroupId, PolicyVersion, Prompt, RolloutGroup
 
+NO_TOKENS = np.zeros(0, dtype=np.int64)
 CV = 1.3
 MEAN_LENGTH = 200.0
 STALENESS = (0, 1, 2, 4, 8)
@@ -96,7 +98,7 @@ class Simulation:
             self.manager.deliver(GroupId(group), self.complete(self.tickets[group]))
 
     def complete(self, ticket: Ticket) -> RolloutGroup:
-        prompt = Prompt(group_id=ticket.group_id, epoch=0, row=0, token_ids=(), text="")  # type: ignore[arg-type]
+        prompt = Prompt(group_id=ticket.group_id, epoch=0, row=0, token_ids=NO_TOKENS, text="")
         return RolloutGroup(prompt=prompt, rollouts=(), admission_version=ticket.admission_version)
 
     def react(self) -> None:

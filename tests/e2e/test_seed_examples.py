@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.config import AsyncMode, BehaveImpWeightMode, ProxLogpMethod, RunMode, load
+from offbeat.config import AsyncMode, BehaveImpWeightMode, ProxLogpMethod, RunConfig, RunMode, load
 from offbeat.model.init import init_model
 
 SEED = Path(__file__).parents[3] / "shared" / "reference" / "seed-areal-sync-async.md"
@@ -262,7 +262,7 @@ def test_loglinear_needs_no_forward_pass(source: str, tmp_path: Path) -> None:
     assert printed == "False\n"
 
 
-def loaded(folder: Path, block: str, *overrides: str):  # type: ignore[no-untyped-def]
+def loaded(folder: Path, block: str, *overrides: str) -> RunConfig:
     """The configuration of a YAML block with the required keys of a run."""
     file = folder / "config.yaml"
     file.write_text(block)

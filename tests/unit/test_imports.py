@@ -43,7 +43,7 @@ LATE = {
     ("model/init.py", "safetensors"): "safetensors.torch loads torch",
     ("model/init.py", "tokenizers"): "as above; needed only when a model is made",
     ("model/load.py", "transformers"): "loads for seconds; attention is used without it in tests",
-    ("observe/picture.py", "matplotlib"): "an extra; needed only for --png",
+    ("observe/drawing.py", "matplotlib"): "an extra; needed only for pictures",
     ("observe/rollouts.py", "pyarrow"): "loads for a third of a second; show needs it for samples",
     ("observe/trackers/kinds.py", "offbeat"): "each imports its tracker, in its own process",
     ("observe/trackers/trackio.py", "trackio"): "reads its environment while it is imported",

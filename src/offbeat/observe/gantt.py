@@ -6,13 +6,12 @@ command line. Draws with matplotlib, an optional package.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import ConfigError, DataError, boundary
+from offbeat.observe.drawing import figure_class
 from offbeat.observe.spans import Interval, Span, SpanName, merge
 
 LANES: Mapping[str, tuple[SpanName, ...]] = {
@@ -87,12 +86,7 @@ def draw(picture: Gantt, file: Path, title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or it does not know the format.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "drawing a timeline needs the matplotlib package, which is not installed: "
-            "pip install matplotlib (offbeat's extra plot)"
-        )
-    figure = importlib.import_module("matplotlib.figure").Figure(
+    figure = figure_class("drawing a timeline")(
         figsize=(9, 0.6 + 0.4 * len(picture.lanes)), layout="constrained"
     )
     axes = figure.subplots()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from offbeat.errors import ConfigError, DataError
+from offbeat.errors import DataError
+from offbeat.observe.drawing import figure_class
 from offbeat.observe.series import Series
 
 _COLUMNS = 2
@@ -24,18 +25,12 @@ def save_png(path: Path, runs: Mapping[str, Mapping[str, Series]]) -> None:
         ConfigError: matplotlib is not installed.
         DataError: there is nothing to draw, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise ConfigError(
-            "--png needs the matplotlib package, which is not installed: "
-            "pip install matplotlib (offbeat's extra plot)"
-        ) from exc
+    new_figure = figure_class("--png")
     titles = list(dict.fromkeys(t for run in runs.values() for t in run if run[t].finite()[0]))
     if not titles:
         raise DataError(f"{', '.join(runs)}: no step has anything to draw")
     rows = -(-len(titles) // _COLUMNS)
-    figure = Figure(figsize=(_COLUMNS * _INCHES[0], rows * _INCHES[1]), layout="constrained")
+    figure = new_figure(figsize=(_COLUMNS * _INCHES[0], rows * _INCHES[1]), layout="constrained")
     grid = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
     for axes, title in zip(grid, titles, strict=False):
         for name, curves in runs.items():

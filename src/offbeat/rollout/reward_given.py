@@ -47,5 +47,4 @@ def record(
 
 
 def _placed(rollout: RolloutConfig, placeholder: object) -> RolloutConfig:
-    # A section converts plain values when it is made.
-    return replace(rollout, reward_fn=placeholder)  # type: ignore[arg-type]
+    return replace(rollout, reward_fn=placeholder)  # type: ignore[arg-type]  # a section converts

@@ -81,7 +81,7 @@ async def rig(folder: Path, **options: float) -> AsyncIterator[Rig]:
             scheduler,
             gate=gate,
             request_timeout=30.0,
-            **{"heartbeat_seconds": 30.0, "max_restarts": 2, **options},  # type: ignore[arg-type]
+            **{"heartbeat_seconds": 30.0, "max_restarts": 2, **options},  # type: ignore[arg-type]  # of a test
             on_restart=lambda name, why: losses.append(why),
         )
         async with healing as generator, while_healing([generator]):

@@ -46,7 +46,11 @@ def group(*rollouts: Rollout) -> RolloutGroup:
 
 
 def scored(*values: float, **kind: object) -> RolloutGroup:
-    return group(*(rollout(i, Scored(value=v), **kind) for i, v in enumerate(values)))  # type: ignore[arg-type]
+    rollouts = [
+        rollout(i, Scored(value=v), **kind)  # type: ignore[arg-type]  # a test's keywords
+        for i, v in enumerate(values)
+    ]
+    return group(*rollouts)
 
 
 def test_different_rewards_are_a_signal() -> None:
