@@ -16,7 +16,8 @@
     │   └── CorruptCheckpoint        what is on disk is not what the manifest says
     ├── WeightSyncError              a worker holds other weights than the controller believes
     └── WorkerError                  a process died, hung or raised what it should not
-        └── StallError               a wait passed its deadline; names what and since when
+        ├── StallError               a wait passed its deadline; names what and since when
+        └── ConnectionLost           a connection broke before the answer came
 
 A bad *rollout* is data: it is recorded once and counted. A bad *run* is one of the others and ends
 the run. Every class takes one message, so that instances pickle and travel by name (``by_name``).
@@ -94,6 +95,10 @@ class WorkerError(OffbeatError):
 
 class StallError(WorkerError):
     """A wait passed its deadline."""
+
+
+class ConnectionLost(WorkerError):
+    """A connection broke before the answer came; what was asked may have been done."""
 
 
 def _tree(cls: type[OffbeatError]) -> Iterator[type[OffbeatError]]:

@@ -93,8 +93,15 @@ class Trainer(Protocol):
     async def publish(self) -> WeightUpdate:
         """Write the current weights to shared memory and return where, with version and digest."""
 
+    async def begin_snapshot(self) -> PolicyVersion:
+        """Begin to copy all that training needs to go on from here; of which version that is.
+
+        The copy before is overwritten. An update may be asked for at once: it changes nothing
+        before the copy is complete.
+        """
+
     async def snapshot(self) -> TrainerState:
-        """Copy all that training needs to go on from here; the copy before is overwritten."""
+        """The copy that was begun, when it is complete."""
 
 
 class EpisodeEngine(Protocol):

@@ -43,6 +43,14 @@ class StopReason(StrEnum):
     ERROR = "error"
 
 
+class NoSignal(StrEnum):
+    """Why no token of a group gets a gradient from its rewards."""
+
+    EMPTY = "empty"
+    TRUNCATED = "truncated"
+    EQUAL = "equal"
+
+
 class DropReason(StrEnum):
     """Why a group ended without being trained on."""
 
@@ -307,6 +315,7 @@ class StepReport:
     them are seconds, log-ratios nats. ``started`` and ``ended`` are CLOCK_MONOTONIC seconds of the
     trainer process (comparable on one machine). ``advantages`` has one for each sample, in the
     order of the samples: the mean over its policy tokens; empty when they are not reported.
+    ``staging_seconds`` were spent waiting for the copy of a snapshot.
     """
 
     version: PolicyVersion
@@ -316,6 +325,7 @@ class StepReport:
     ended: float
     metrics: Mapping[str, float]
     advantages: tuple[float, ...] = ()
+    staging_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -262,6 +262,7 @@ async def test_trainer_restored_from_a_snapshot_is_where_the_other_one_was(
     model_path: Path,
     tmp_path: Path,
 ) -> None:
+    assert await trained.trainer.begin_snapshot() == V2
     state = await trained.trainer.snapshot()
     assert (state.tensors.version, state.optimizer_steps) == (V2, 4)
     file = tmp_path / "trainer.safetensors"

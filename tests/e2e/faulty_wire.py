@@ -26,7 +26,7 @@ NO_ANSWERS = b"\x90"
 """An empty array in msgpack: what ``collect`` returns when nothing was answered."""
 
 AFTER = 5
-"""Replies (or commits) that go through before the one at which something happens."""
+"""Calls of one kind that go through before the one at which something happens."""
 
 
 class Workflow(RLVRWorkflow):
@@ -43,6 +43,7 @@ class Wire:
         self._pid = pid
         self._session = session
         self._answers = b""
+        self._deaf = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward one call, or do to it what ``FAULT`` says."""
@@ -51,6 +52,8 @@ class Wire:
             return await self._collect(request)
         if method == "submit" and FAULT == "repeat-requests":
             await self._forward(request)
+        if method == "submit" and FAULT == "cut-request" and self._turn():
+            return self._cut(request)
         if method == "commit" and FAULT == "stop-at-commit" and self._turn():
             os.kill(self._pid, signal.SIGSTOP)
             (Path(__file__).parent / "stopped").touch()
@@ -63,12 +66,18 @@ class Wire:
         status, body = await self._forward(request)
         if body != NO_ANSWERS and FAULT == "repeat-answers":
             self._answers = body
-        if body != NO_ANSWERS and FAULT in ("cut", "swallow") and self._turn():
+        if body != NO_ANSWERS and FAULT in ("cut", "swallow", "deaf") and self._turn():
             if FAULT == "swallow":
                 await asyncio.Event().wait()
-            assert request.transport is not None
-            request.transport.abort()
-        return _reply(status, body)
+            self._deaf = FAULT == "deaf"
+            return self._cut(request)
+        return self._cut(request) if self._deaf else _reply(status, body)
+
+    def _cut(self, request: web.Request) -> web.StreamResponse:
+        """End the connection instead of the call."""
+        assert request.transport is not None
+        request.transport.abort()
+        return _reply(200, b"")
 
     def _turn(self) -> bool:
         Wire.passed += 1

@@ -65,10 +65,11 @@ def test_a_run_survives_every_fault_and_all_claims_hold(lab: Any, mode: str) -> 
         "chaos", "config.yaml", f"mode={mode}", "trial_name=soak", "generator.replicas=2",
         "generator.heartbeat_seconds=1", "rollout.reward_timeout_seconds=0.5",
         "rollout.reward_workers=2", "rollout.max_failure_rate=0.9", "--every", "1",
-        "--minutes", "0.4",
+        "--minutes", "0.4", "--reach", "0.01",
     )  # fmt: skip
     assert run.end(within=100) == 0, run.output
     assert "FAILS" not in run.output
+    assert re.search(r"the reward reached 0\.01 +holds", run.output)
     assert "(I01)" in run.output
     for fault in Fault:
         assert re.search(rf"^{fault} ", run.output, re.MULTILINE), f"{fault}\n{run.output}"
@@ -83,8 +84,10 @@ def test_a_run_that_fails_under_faults_is_an_exit_code_of_one_with_its_last_word
     run = lab.start(
         "chaos", "config.yaml", "trial_name=soak", "generator.max_restarts=0",
         "total_train_steps=1000000", "--faults", "kill-generator", "--every", "0.1",
+        "--reach", "1.1",
     )  # fmt: skip
     assert run.end() == 1, run.output
+    assert re.search(r"the reward reached 1\.1 +FAILS", run.output)
     assert "FAILS" in run.output
     assert "generator-0 was killed by SIGKILL" in run.output
     assert "Traceback" not in run.output

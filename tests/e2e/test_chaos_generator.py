@@ -38,6 +38,9 @@ def test_a_synchronous_run_ends_with_the_same_bits_after_its_generator_was_kille
     os.kill(run.worker("generator-0"), signal.SIGKILL)
     assert run.end() == 0, run.output
     assert restarts(lab, "killed") == 1
+    said = lab.summary("killed")
+    assert (said["restarts"], said["deterministic"]) == ({"generator-0": 1}, True)
+    assert "mended    restarted: generator-0 once" in run.output
     assert "generator-0 was killed by SIGKILL" in run.output
     check_equal(lab, "killed", "calm")
     check_ledger(lab, "killed", trained=12)

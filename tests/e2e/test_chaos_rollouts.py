@@ -115,6 +115,9 @@ def test_past_its_deadline_a_straggler_is_cancelled_and_another_group_takes_its_
     check_run(plugin)
     assert fates(plugin) == {"trained": 12, "cancelled": 1}
     assert "group 5 (row 6): not complete after 2 s" in details(plugin, "cancelled")
+    said = plugin.summary()
+    assert said["deterministic"] is (False if mode == "sync" else None)
+    assert len(said["determinism_broken_by"]) == (mode == "sync")
 
 
 @pytest.mark.slow
@@ -135,3 +138,7 @@ def test_poisoned_rewards_cost_their_groups_and_each_poison_is_named(
     why = details(plugin, "invalid_reward")
     for poison in ("KeyError: 'no such answer'", "returned nan", "after 0.3 s", "exit code 7"):
         assert poison in why
+    said = plugin.summary()
+    assert said["deterministic"] is (False if mode == "sync" else None)
+    assert said["reward_workers_replaced"] >= 8
+    assert ("cannot be repeated bit for bit" in run.output) is (mode == "sync")

@@ -34,11 +34,13 @@ PAGES = [
 SLOW = (
     "README.md",
     "docs/chaos.md",
+    "docs/checkpoints.md",
     "docs/data-and-rewards.md",
     "docs/evaluation.md",
     "docs/extending.md",
     "docs/looking.md",
     "docs/modes.md",
+    "docs/replay.md",
     "docs/serving.md",
 )
 """Pages whose session takes more than ten seconds, beside the first ten minutes."""

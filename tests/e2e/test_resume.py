@@ -321,7 +321,7 @@ def test_synchronous_runs_killed_anywhere_end_with_the_same_bits(lab: Any, capsy
 @pytest.mark.invariant("I02")
 @pytest.mark.invariant("I04")
 def test_asynchronous_runs_killed_anywhere_keep_their_ledger_exact(lab: Any, capsys: Any) -> None:
-    told = (f"total_train_steps={LONG}", "mode=async", "recover.freq_steps=2")
+    told = (f"total_train_steps={LONG}", "mode=async", "recover.freq_steps=2", "saver.freq_steps=3")
     for seed in range(SEED, SEED + POINTS):
         survive(lab, f"a{seed}", (f"trial_name=a{seed}", *told), seed, capsys)
         check_ledger(lab, f"a{seed}", LONG)

@@ -111,6 +111,7 @@ def test_help_answers_at_once() -> None:
         "runs",
         "show",
         "timeline",
+        "replay",
         "generate",
         "chat",
         "serve",
@@ -120,6 +121,9 @@ def test_help_answers_at_once() -> None:
         "model",
         "model init",
         "model import",
+        "checkpoint",
+        "checkpoint ls",
+        "checkpoint verify",
     ],
 )
 def test_every_command_explains_itself(offbeat_in: Offbeat, verb: str) -> None:
@@ -137,13 +141,19 @@ def test_no_command_is_missing_from_the_test_above() -> None:
         "runs",
         "show",
         "timeline",
+        "replay",
         "generate",
         "chat",
         "serve",
         "chaos",
     ]
-    assert [g.name for g in app.registered_groups] == ["config", "model"]
-    for group, verbs in (("config", ["show"]), ("model", ["init", "import"])):
+    assert [g.name for g in app.registered_groups] == ["config", "model", "checkpoint"]
+    groups = {
+        "config": ["show"],
+        "model": ["init", "import"],
+        "checkpoint": ["ls", "verify"],
+    }
+    for group, verbs in groups.items():
         (found,) = [g.typer_instance for g in app.registered_groups if g.name == group]
         assert [c.name for c in found.registered_commands] == verbs
 

@@ -16,12 +16,17 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint.manifest import is_good
 
+CHECKPOINTS = "checkpoints"
+"""The directory of a run that has its model folders."""
+
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d+)")
+_ASIDE = re.compile(r"step-(?P<step>\d+)\.attempt-(?P<attempt>\d+)")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 
 
@@ -30,12 +35,45 @@ def step_folder(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of which ``folder``, one of ``step_folders``, is."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def step_folders(directory: Path) -> list[Path]:
     """The visible step folders, newest step first."""
     if not directory.is_dir():
         return []
     found = [(int(m[1]), path) for path in directory.iterdir() if (m := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A step folder of an attempt that a resumed run has superseded."""
+
+    path: Path
+    step: int
+    attempt: int
+
+
+def superseded_folders(directory: Path) -> list[SetAside]:
+    """The folders that ``set_aside`` has renamed, newest step and attempt first."""
+    if not directory.is_dir():
+        return []
+    found = [
+        SetAside(path=path, step=int(m["step"]), attempt=int(m["attempt"]))
+        for path in directory.iterdir()
+        if (m := _ASIDE.fullmatch(path.name))
+    ]
+    return sorted(found, key=lambda each: (each.step, each.attempt), reverse=True)
+
+
+def hidden_entries(directory: Path) -> list[Path]:
+    """What is being written, or was left by a writer that was killed: what ``sweep`` looks at."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _HIDDEN.fullmatch(path.name))
 
 
 def _hidden(final: Path, kind: str) -> Path:
@@ -109,11 +147,12 @@ def latest(directory: Path) -> Path | None:
 
     What ``latest`` names is not verified here: its reader does that, and says what is wrong.
     """
-    linked = _linked(directory)
+    linked = linked_folder(directory)
     return _newest_good(directory) if linked is None else linked
 
 
-def _linked(directory: Path) -> Path | None:
+def linked_folder(directory: Path) -> Path | None:
+    """The folder that the link ``latest`` names; None without the link, or without the folder."""
     link = directory / LATEST
     if link.is_symlink() and link.is_dir():
         return directory / link.readlink().name
@@ -124,19 +163,23 @@ def _newest_good(directory: Path) -> Path | None:
     return next((folder for folder in step_folders(directory) if is_good(folder)), None)
 
 
-def prune(directory: Path, keep_last: int | None) -> list[Path]:
+def prune(directory: Path, keep_last: int | None, keep_every: int | None = None) -> list[Path]:
     """Remove all but the ``keep_last`` newest step folders (None: keep all) and return what went.
 
-    The newest one that verifies and the one that ``latest`` names are never removed.
+    Those whose step is a multiple of ``keep_every`` stay as well, as do the newest one that
+    verifies and the one that ``latest`` names.
     """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1 or None, got {value}")
     if keep_last is None:
         return []
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
     surplus = step_folders(directory)[keep_last:]
+    if keep_every is not None:
+        surplus = [folder for folder in surplus if step_of(folder) % keep_every]
     if not surplus:
         return []
-    kept = {_linked(directory), _newest_good(directory)}
+    kept = {linked_folder(directory), _newest_good(directory)}
     removed = [folder for folder in surplus if folder not in kept]
     for folder in removed:
         aside = _hidden(folder, "tmp")
@@ -156,7 +199,7 @@ def set_aside(directory: Path, *, after_step: int, attempt: int) -> list[Path]:
     """
     moved = []
     for folder in step_folders(directory):
-        if _step_of(folder) <= after_step:
+        if step_of(folder) <= after_step:
             continue
         aside = folder.with_name(f"{folder.name}.attempt-{attempt}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -168,10 +211,6 @@ def set_aside(directory: Path, *, after_step: int, attempt: int) -> list[Path]:
         if left is not None:
             point_latest(left)
     return moved
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def sweep(directory: Path) -> None:

@@ -103,6 +103,37 @@ def load_manifest(folder: Path) -> FolderManifest:
     return manifest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One file that is not the one that was saved: its name in the folder, and what it is."""
+
+    name: str
+    what: str
+
+
+def find_damage(folder: Path, manifest: FolderManifest) -> Iterator[Damage]:
+    """Every file of ``manifest`` that is missing or of another content; reads all of ``folder``."""
+    for name, expected in manifest.files.items():
+        what = _difference(folder / name, expected)
+        if what is not None:
+            yield Damage(name=name, what=what)
+
+
+def _difference(path: Path, expected: FileEntry) -> str | None:
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != expected.nbytes:
+            return f"has {nbytes} bytes, the manifest says {expected.nbytes}"
+        digest = file_entry(path).digest
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as exc:
+        return f"cannot be read: {exc}"
+    if digest != expected.digest:
+        return f"has xxh3 {digest}, the manifest says {expected.digest}"
+    return None
+
+
 def verify(folder: Path) -> FolderManifest:
     """Prove that every file of ``folder`` is the one that was saved.
 
@@ -110,17 +141,8 @@ def verify(folder: Path) -> FolderManifest:
         CorruptCheckpoint: names the first file that is missing, of another size or of another hash.
     """
     manifest = load_manifest(folder)
-    for name, expected in manifest.files.items():
-        path = folder / name
-        try:
-            found = file_entry(path)
-        except OSError as exc:
-            raise CorruptCheckpoint(f"{path} cannot be read: {exc}") from exc
-        if found != expected:
-            raise CorruptCheckpoint(
-                f"{path} has {found.nbytes} bytes and xxh3 {found.digest}, "
-                f"the manifest says {expected.nbytes} and {expected.digest}"
-            )
+    for damage in find_damage(folder, manifest):
+        raise CorruptCheckpoint(f"{folder / damage.name} {damage.what}")
     return manifest
 
 

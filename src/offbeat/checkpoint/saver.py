@@ -2,11 +2,12 @@
 
 Owns the cadence (``SaveSchedule``, a state machine without clocks) and what is asked of the writer
 (``Saver``). Knows no torch and no weights: it passes on where they lie. Both modes run the same
-function in the same process, so their folders are equal byte for byte; they differ in what ``save``
-waits for.
+function in the same process, so their folders are equal byte for byte; they differ in what the
+caller waits for.
 
-    sync    save() ──► job ──────────────────────────────► Done           blocked: all of it
-    async   save() ──► job ──► Copied   … training goes on … Done         blocked: the copy
+    sync    save() ──► job ─────────────────────────────────► Done        blocked: all of it
+    async   save() ──► job … Copied … training goes on … Done             blocked: nothing, or what
+                             is left of the copy when the source is to change
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from offbeat.checkpoint.background import (
-    DEADLINE_SECONDS,
-    BackgroundWriter,
-    SaveMode,
-    SaveReport,
-)
 from offbeat.checkpoint.folders import step_folder
+from offbeat.checkpoint.manager import (
+    DEADLINE_SECONDS,
+    AsyncCheckpointManager,
+    SaveReport,
+    resolve,
+)
 from offbeat.checkpoint.manifest import SaveManifest, is_good
 from offbeat.checkpoint.writer import SaveJob
+from offbeat.config import AsyncMode
 from offbeat.types import WeightUpdate
 
 
@@ -102,75 +104,82 @@ class Saver:
     """Writes ``step-NNNNNN`` folders through one background process; an async context manager.
 
     Example:
-        >>> opening = Saver.open(mode=SaveMode.AUTO, checkpoints_dir=there, template_dir=model)
+        >>> opening = Saver.open(mode=AsyncMode.AUTO, checkpoints_dir=there, template_dir=model)
         >>> async with await opening as saver:
         ...     await saver.save(await trainer.publish(), step=10)
+        ...     await saver.maybe_wait_for_staging()
+        ...     update = await trainer.publish()  # overwrites what was to be saved
     """
 
     def __init__(
         self,
         *,
-        writer: BackgroundWriter,
-        mode: SaveMode,
+        manager: AsyncCheckpointManager,
+        mode: AsyncMode,
         checkpoints_dir: Path,
         template_dir: Path,
         keep_last: int | None,
+        keep_every: int | None,
     ) -> None:
-        self._writer = writer
-        self._mode = mode
+        self._manager = manager
+        self._mode = resolve(mode)
         self._checkpoints_dir = checkpoints_dir.absolute()
         self._template_dir = template_dir.absolute()
         self._keep_last = keep_last
+        self._keep_every = keep_every
 
     @classmethod
     async def open(
         cls,
         *,
-        mode: SaveMode,
+        mode: AsyncMode,
         checkpoints_dir: Path,
         template_dir: Path,
         keep_last: int | None = None,
+        keep_every: int | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> Saver:
         """Start the writer, from the main thread: a child dies with the thread that started it.
 
         Args:
             keep_last: step folders to keep; 0 and None keep all.
+            keep_every: beside them, keep those whose step is a multiple of this.
             deadline_seconds: bound of every wait for the writer.
         """
-        mode = mode.resolve()
-        writer = BackgroundWriter(mode=mode, deadline_seconds=deadline_seconds)
-        await writer.start()
+        manager = AsyncCheckpointManager(mode=mode, deadline_seconds=deadline_seconds)
+        await manager.start()
         return cls(
-            writer=writer,
+            manager=manager,
             mode=mode,
             checkpoints_dir=checkpoints_dir,
             template_dir=template_dir,
             keep_last=keep_last or None,
+            keep_every=keep_every,
         )
 
     @property
-    def mode(self) -> SaveMode:
+    def mode(self) -> AsyncMode:
         """``SYNC`` or ``ASYNC``."""
         return self._mode
 
     @property
     def writer_pid(self) -> int:
         """Process id of the background writer."""
-        assert self._writer.pid is not None
-        return self._writer.pid
+        assert self._manager.pid is not None
+        return self._manager.pid
 
     @property
     def restarts(self) -> int:
         """How many writers were started after the first one."""
-        return self._writer.restarts
+        return self._manager.restarts
 
     def holds(self, step: int) -> bool:
         """Whether the folder of ``step`` is there and as it was saved; reads all of it."""
         return is_good(step_folder(self._checkpoints_dir, step))
 
     async def save(self, update: WeightUpdate, *, step: int, config_digest: str = "") -> None:
-        """Save ``update`` as the weights of ``step``; its buffer is free again when this returns.
+        """Save ``update`` as the weights of ``step``; its buffer is free again after
+        ``maybe_wait_for_staging``.
 
         Waits for the save before this one and raises its error; this one is then not started.
 
@@ -178,21 +187,27 @@ class Saver:
             CheckpointError: names the step, the path and what went wrong.
         """
         path = step_folder(self._checkpoints_dir, step)
-        await self._writer.submit(
-            self._job(update, step, path, config_digest), step=step, path=path
-        )
+        await self._manager.save(self._job(update, step, path, config_digest), step=step, path=path)
+
+    async def maybe_wait_for_staging(self) -> None:
+        """Return when the weights given to ``save`` may change. Raises nothing."""
+        await self._manager.maybe_wait_for_staging()
+
+    async def settle(self) -> None:
+        """Return when no save is in flight. Raises nothing."""
+        await self._manager.settle()
 
     async def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its CheckpointError, once."""
-        await self._writer.wait()
+        await self._manager.wait()
 
     def take_reports(self) -> tuple[SaveReport, ...]:
-        """See ``BackgroundWriter``."""
-        return self._writer.take_reports()
+        """See ``AsyncCheckpointManager``."""
+        return self._manager.take_reports()
 
     async def close(self) -> None:
         """Wait for the save in flight and end the writer. Raises the save's CheckpointError."""
-        await self._writer.close()
+        await self._manager.finalize()
 
     async def __aenter__(self) -> Saver:
         return self
@@ -200,7 +215,7 @@ class Saver:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._writer.__aexit__(kind, exc, tb)
+        await self._manager.__aexit__(kind, exc, tb)
 
     def _job(self, update: WeightUpdate, step: int, path: Path, config_digest: str) -> SaveJob:
         return SaveJob(
@@ -210,5 +225,6 @@ class Saver:
             checkpoints_dir=str(self._checkpoints_dir),
             out_dir=str(path),
             keep_last=self._keep_last,
-            detach=self._mode is SaveMode.ASYNC,
+            keep_every=self._keep_every,
+            detach=self._mode is AsyncMode.ASYNC,
         )

@@ -25,11 +25,12 @@ from typing import Self
 
 import msgspec
 
-from offbeat.checkpoint.background import DEADLINE_SECONDS, BackgroundWriter, SaveMode, SaveReport
 from offbeat.checkpoint.folders import step_folder, step_folders, sweep
+from offbeat.checkpoint.manager import DEADLINE_SECONDS, AsyncCheckpointManager, SaveReport
 from offbeat.checkpoint.manifest import SaveManifest, verify
 from offbeat.checkpoint.saver import ScheduleState
 from offbeat.checkpoint.writer import STATE_NAME, TENSORS_NAME, SnapshotJob
+from offbeat.config import AsyncMode
 from offbeat.errors import CheckpointError, CorruptCheckpoint, boundary
 from offbeat.types import DropReason, Environment, GroupId, PolicyVersion, TrainerState
 
@@ -45,6 +46,8 @@ class Counts:
     admitted: int = 0
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
     restarts: int = 0
+    failed_saves: int = 0
+    failed_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +121,14 @@ class Snapshots:
         self._dir = snapshots_dir.absolute()
         self._needs = tuple(str(path.absolute()) for path in needs)
         self._keep = keep
-        self._writer = BackgroundWriter(mode=SaveMode.ASYNC, deadline_seconds=deadline_seconds)
+        self._manager = AsyncCheckpointManager(
+            mode=AsyncMode.ASYNC, deadline_seconds=deadline_seconds
+        )
 
     @property
     def writer_pid(self) -> int | None:
         """Process id of the background writer; None before the first generation."""
-        return self._writer.pid
+        return self._manager.pid
 
     async def ready(self) -> None:
         """Wait until the one before is on disk and its tensors may be overwritten.
@@ -131,7 +136,7 @@ class Snapshots:
         Raises:
             CheckpointError: it could not be written.
         """
-        await self._writer.wait()
+        await self._manager.wait()
 
     async def write(self, run: RunState, trainer: TrainerState) -> None:
         """Hand a generation over; its tensors must stay as they are until ``ready`` returns.
@@ -152,11 +157,11 @@ class Snapshots:
             needs=self._needs,
             keep=self._keep,
         )
-        await self._writer.submit(job, step=run.step, path=path, wait_for_copy=False)
+        await self._manager.save(job, step=run.step, path=path)
 
     def take_reports(self) -> tuple[SaveReport, ...]:
-        """See ``BackgroundWriter``."""
-        return self._writer.take_reports()
+        """See ``AsyncCheckpointManager``."""
+        return self._manager.take_reports()
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,7 +169,7 @@ class Snapshots:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._writer.__aexit__(kind, exc, tb)
+        await self._manager.__aexit__(kind, exc, tb)
 
 
 def read_snapshot(folder: Path) -> Snapshot:
@@ -174,12 +179,20 @@ def read_snapshot(folder: Path) -> Snapshot:
         CorruptCheckpoint: names the file that is missing, damaged or of another format.
     """
     verify(folder)
+    return Snapshot(folder=folder, state=read_state(folder))
+
+
+def read_state(folder: Path) -> SnapshotState:
+    """The state of the snapshot in ``folder``, not verified.
+
+    Raises:
+        CorruptCheckpoint: it cannot be read.
+    """
     path = folder / STATE_NAME
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=SnapshotState)
+        return msgspec.json.decode(path.read_bytes(), type=SnapshotState)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise CorruptCheckpoint(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
-    return Snapshot(folder=folder, state=state)
 
 
 def newest_snapshot(snapshots_dir: Path) -> Snapshot | None:

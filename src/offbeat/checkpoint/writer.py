@@ -72,6 +72,7 @@ class SaveJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     checkpoints_dir: str
     out_dir: str
     keep_last: int | None
+    keep_every: int | None
     detach: bool
 
 
@@ -289,7 +290,7 @@ def _save(job: SaveJob, private: _PrivateCopy, replies: BinaryIO) -> FolderManif
     manifest = _write(content, job.weights, template_dir, out_dir, job.save)
     with boundary(CheckpointError, f"tidy {checkpoints_dir}"):
         point_latest(out_dir)
-        prune(checkpoints_dir, job.keep_last)
+        prune(checkpoints_dir, job.keep_last, job.keep_every)
     return manifest
 
 

@@ -22,11 +22,13 @@ import typer
 from offbeat.cli import (
     chaos,
     chat,
+    checkpoint,
     configuration,
     evaluate,
     generate,
     look,
     model,
+    replay,
     serve,
     timeline,
     train,
@@ -53,12 +55,14 @@ app.command("eval")(evaluate.evaluate)
 app.command()(look.runs)
 app.command()(look.show)
 app.command()(timeline.timeline)
+app.command()(replay.replay)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(chaos.chaos)
 app.add_typer(configuration.app, name="config")
 app.add_typer(model.app, name="model")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(asked: bool) -> None:

@@ -27,6 +27,13 @@ def chaos(
             help="End the run so long after its first step; left out, it is as long as configured.",
         ),
     ] = None,
+    reach: Annotated[
+        float | None,
+        typer.Option(
+            help="The reward to come to: the best validation reward, or without a validation set "
+            "the mean of the last ten steps; left out, none is asked for.",
+        ),
+    ] = None,
 ) -> None:
     """Train while processes are killed, stopped and fed errors, then check what is left.
 
@@ -41,6 +48,7 @@ def chaos(
         every=every,
         seed=seed,
         minutes=minutes,
+        reach=reach,
     )
     report = soak(plan, typer.echo)
     typer.echo("\n" + report.text())

@@ -40,7 +40,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "PPOActor": "offbeat.train.actor",
         "PPOTrainer": "offbeat.pipeline.run",
     },
-    "areal.utils.async_checkpoint": {"AsyncMode": "offbeat.config"},
+    "areal.utils.async_checkpoint": {
+        "AsyncCheckpointManager": "offbeat.checkpoint.manager",
+        "AsyncMode": "offbeat.config",
+    },
     "areal.utils.async_reward_wrapper": {"AsyncRewardWrapper": "offbeat.rollout.reward"},
     "areal.utils.constants": {"ProxLogpMethod": "offbeat.config"},
     "areal.utils.saver": {"Saver": "offbeat.checkpoint.saver"},
@@ -56,10 +59,6 @@ LATER: Mapping[str, Mapping[str, str]] = {
     "areal.infra.scheduler.slurm": {
         "SlurmScheduler": "offbeat has no Slurm scheduler yet: LocalScheduler (scheduler.type: "
         "local) runs everything on one machine"
-    },
-    "areal.utils.async_checkpoint": {
-        "AsyncCheckpointManager": "offbeat has no class of that name: Saver "
-        "(areal.utils.saver, saver.mode: async) writes in the background"
     },
 }
 """Their module to a name that offbeat does not have to why, and what there is."""

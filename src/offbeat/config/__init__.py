@@ -26,7 +26,7 @@ from offbeat.config.recover import RecoverConfig, RecoverMode
 from offbeat.config.reward import RewardConfig
 from offbeat.config.rollout import Lookahead, RolloutConfig, RolloutPolicy
 from offbeat.config.run import RunConfig
-from offbeat.config.saver import AsyncMode, MegatronEngineConfig, SaverConfig
+from offbeat.config.saver import AsyncMode, MegatronEngineConfig, OnError, SaverConfig
 from offbeat.config.scheduler import SchedulerConfig, SchedulerType
 from offbeat.config.stats_logger import StatsLoggerConfig
 
@@ -52,6 +52,7 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "NormLevel",
+    "OnError",
     "OptimizerConfig",
     "OverlongPrompt",
     "PPOActorConfig",

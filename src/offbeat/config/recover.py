@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from offbeat.config.saver import FREQUENCIES, OnError
 from offbeat.config.schema import NonNegativeInt, PositiveInt, Problem, Section, store
-
-_FREQUENCIES = ("freq_epochs", "freq_steps", "freq_secs")
 
 
 class RecoverMode(StrEnum):
@@ -44,16 +43,21 @@ class RecoverConfig(Section):
     keep: PositiveInt = 2
     """Keep the n newest; a second one is there should the newest be damaged."""
 
+    on_error: OnError = OnError.STOP
+    """Whether a failed snapshot ends the run; it can be continued from the snapshot before."""
+
     def _settle(self) -> None:
-        for name in _FREQUENCIES:
+        for name in FREQUENCIES:
             if getattr(self, name) == 0:
                 store(self, name, None)
 
     def _contradictions(self) -> Iterator[Problem]:
-        off = all(getattr(self, name) is None for name in _FREQUENCIES)
-        if off and "keep" in self.given:
-            yield Problem(
-                path="keep",
-                text=f"{self.keep} has no effect: no snapshot is ever taken; set freq_steps or "
-                "freq_secs, or leave keep out",
-            )
+        if any(getattr(self, name) is not None for name in FREQUENCIES):
+            return
+        for name in ("keep", "on_error"):
+            if name in self.given:
+                yield Problem(
+                    path=name,
+                    text=f"{getattr(self, name)} has no effect: no snapshot is ever taken; set "
+                    f"freq_steps or freq_secs, or leave {name} out",
+                )

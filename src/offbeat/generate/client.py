@@ -6,12 +6,19 @@ Owns the start-up specification that crosses to the process, and the typed calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from offbeat.errors import GenerationError, OffbeatError, StallError, WorkerError
+from offbeat.errors import (
+    ConnectionLost,
+    GenerationError,
+    OffbeatError,
+    StallError,
+    WorkerError,
+)
 from offbeat.launch.calls import Fault
 from offbeat.launch.codec import encode
 from offbeat.launch.protocols import WorkerHandle
@@ -24,6 +31,8 @@ from offbeat.types import (
     WeightUpdate,
 )
 
+log = logging.getLogger(__name__)
+
 TARGET = "offbeat.generate.server:open_service"
 
 POLL_SECONDS = 20.0
@@ -31,6 +40,9 @@ POLL_SECONDS = 20.0
 
 CONTROL_SECONDS = 6 * POLL_SECONDS
 """How long any other call than a completion may take, ``collect`` included."""
+
+UNANSWERED = (StallError, ConnectionLost)
+"""How a call ends whose answer did not come, of a worker that may live and may have done it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +83,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One of three: the completion of a request, what it failed with, or what it wrote so far."""
+    """One of three: the completion of a request, what it failed with, or what it wrote so far.
+
+    ``number`` counts the deliveries of one worker from 1; one that comes again has the same.
+    """
 
     request_id: str
+    number: int = 0
     completion: Completion | None = None
     fault: Fault | None = None
     progress: Progress | None = None
@@ -83,14 +99,16 @@ class RemoteGenerator:
     """``Generator`` over a worker's endpoint. Use as an async context manager.
 
     Requests and cancellations of the same moment travel in one call; one other call waits for
-    answers (``mailbox``). A call that fails fails the requests that were waiting for it; they are
-    cancelled in the worker, should it live.
+    answers (``mailbox``). One of these whose reply is lost is made once more: a request has the
+    same answer each time, and a delivery counts once. A call that fails for good fails the requests
+    that were waiting for it; they are cancelled in the worker, should it live.
 
     Args:
         worker: the generator process.
-        request_timeout: seconds one completion may take, waiting included.
-        control_timeout: seconds any other call (stage, commit, stats) may take; above
-            ``POLL_SECONDS``, or a worker that has nothing to deliver yet counts as hung.
+        request_timeout: seconds one completion may take, waiting included; a call that carries
+            requests or answers may take half of it, so that it can be made again in time.
+        control_timeout: seconds any call may take that is not a completion.
+        on_lost_reply: called with why, for each reply that was lost and came the second time.
     """
 
     def __init__(
@@ -99,11 +117,15 @@ class RemoteGenerator:
         *,
         request_timeout: float,
         control_timeout: float = CONTROL_SECONDS,
+        on_lost_reply: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.name = worker.name
         self._client = worker.client
         self._request_timeout = request_timeout
         self._control_timeout = control_timeout
+        self._carry_timeout = min(control_timeout, request_timeout / 2)
+        self._poll_seconds = self._carry_timeout * (POLL_SECONDS / CONTROL_SECONDS)
+        self._on_lost_reply = on_lost_reply
         self._tasks = asyncio.TaskGroup()
         self._pumps: list[asyncio.Task[None]] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
@@ -113,6 +135,8 @@ class RemoteGenerator:
         self._outbox: dict[str, GenerateRequest] = {}
         """Those of them that are not sent yet."""
         self._cancelled: list[str] = []
+        self._received = 0
+        """Number of the last delivery that came."""
         self._to_send = asyncio.Event()
         self._to_collect = asyncio.Event()
 
@@ -164,7 +188,8 @@ class RemoteGenerator:
             if not deadline.expired():
                 raise
             raise StallError(
-                f"{self.name}: no answer to request {name} in {self._request_timeout:g} s"
+                f"{self.name}: no answer to request {name} in {self._request_timeout:g} s "
+                "(rollout.request_timeout_seconds)"
             ) from exc
         finally:
             self._listeners.pop(future, None)
@@ -181,6 +206,7 @@ class RemoteGenerator:
 
     async def _send(self) -> None:
         """Hand over what has come together since the last call."""
+        lost: OffbeatError | None = None
         while True:
             await self._to_send.wait()
             self._to_send.clear()
@@ -188,37 +214,73 @@ class RemoteGenerator:
             cancelled, self._cancelled = self._cancelled, []
             if not sent and not cancelled:
                 continue
-            callers = [self._waiting[name] for name in sent]
+            callers = {name: self._waiting[name] for name in sent}
             try:
                 await self._client.call(
-                    "submit", list(sent.values()), cancelled, timeout=self._control_timeout
+                    "submit", list(sent.values()), cancelled, timeout=self._carry_timeout
                 )
             except OffbeatError as exc:
                 # They may not have arrived, so the next call brings them again: a request of the
                 # same name starts after its cancellation.
                 self._cancelled = [*cancelled, *self._cancelled]
-                self._fail(callers, exc)
+                lost = exc if lost is None and isinstance(exc, UNANSWERED) else None
+                if lost is None:
+                    self._fail(callers.values(), exc)
+                else:
+                    self._take_back(sent, callers)
+            else:
+                self._say_repeated(lost)
+                lost = None
+
+    def _take_back(
+        self,
+        sent: Mapping[str, GenerateRequest],
+        callers: Mapping[str, asyncio.Future[Completion]],
+    ) -> None:
+        """Have the next call bring what is still waited for, and end what the lost one started."""
+        waiting = {n: r for n, r in sent.items() if self._waiting.get(n) is callers[n]}
+        self._outbox = waiting | self._outbox
+        self._cancelled = [*sent, *self._cancelled]
+        self._to_send.set()
 
     async def _collect(self) -> None:
         """Fetch answers as long as somebody waits for one."""
+        lost: OffbeatError | None = None
         while True:
             await self._to_collect.wait()
             try:
                 found = await self._client.call(
-                    "collect", returns=list[Delivery], timeout=self._control_timeout
+                    "collect",
+                    self._received,
+                    self._poll_seconds,
+                    returns=list[Delivery],
+                    timeout=self._carry_timeout,
                 )
             except OffbeatError as exc:
-                self._fail(self._waiting.values(), exc)
-                # Nobody waits now, though callers see their errors only later: asking a dead worker
-                # until they do could spin for ever, as it may refuse without yielding to them.
-                self._to_collect.clear()
+                lost = exc if lost is None and isinstance(exc, UNANSWERED) else None
+                if lost is None:
+                    self._fail(self._waiting.values(), exc)
+                    # Nobody waits now, though callers see their errors only later: asking a dead
+                    # worker until they do could spin for ever, as it may refuse without yielding.
+                    self._to_collect.clear()
             else:
+                self._say_repeated(lost)
+                lost = None
                 self._deliver(found)
                 if not self._waiting:
                     self._to_collect.clear()
 
+    def _say_repeated(self, lost: OffbeatError | None) -> None:
+        """A call was answered; ``lost`` is how the same one ended before, if it was made twice."""
+        if lost is not None:
+            log.warning("%s; asked again, and answered", lost)
+            self._on_lost_reply(str(lost))
+
     def _deliver(self, found: Iterable[Delivery]) -> None:
         for d in found:
+            if d.number <= self._received:
+                continue  # The reply that brought it comes a second time.
+            self._received = d.number
             if d.request_id in self._outbox:
                 continue  # The answer to an earlier request of this name, which was cancelled.
             if d.progress is not None:
@@ -266,6 +328,13 @@ class RemoteGenerator:
         )
 
     async def stats(self) -> GeneratorStats:
+        """See ``Generator``; spans of a reply that was lost are not told again."""
+        try:
+            return await self._stats()
+        except ConnectionLost:
+            return await self._stats()
+
+    async def _stats(self) -> GeneratorStats:
         return await self._client.call(
             "stats", returns=GeneratorStats, timeout=self._control_timeout
         )

@@ -5,6 +5,9 @@ the live weights before its first token, and sends the unfinished requests again
 depend on its random stream and the weights only, so an answer that is written twice under the same
 weights is the same answer. Knows neither groups nor batches.
 
+A process that lives and does not answer a call, or not the same request in its time, is replaced as
+well. What its successor does not answer either ends the run: that is slow, and not lost.
+
 Waits: ``supervise`` for the death of the process (seen at once) and for its heartbeat; requests for
 the next process, which comes or ends the run. ``gate`` keeps the trainer from overwriting the
 weights while a new process reads them.
@@ -16,11 +19,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-from offbeat.errors import StallError, WorkerError, true_cause
-from offbeat.generate.client import EngineInfo, RemoteGenerator
+from offbeat.errors import WorkerError, true_cause
+from offbeat.generate.client import UNANSWERED, EngineInfo, RemoteGenerator
 from offbeat.launch.alive import until_silent
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.types import (
@@ -57,6 +61,7 @@ class HealingGenerator:
             is killed and replaced.
         max_restarts: processes that may be lost before the run ends.
         on_restart: called with the generator's name and why its process was lost.
+        on_lost_reply: called with its name and why, for each reply that came the second time only.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class HealingGenerator:
         heartbeat_seconds: float,
         max_restarts: int,
         on_restart: Callable[[str, str], None] = lambda name, why: None,
+        on_lost_reply: Callable[[str, str], None] = lambda name, why: None,
     ) -> None:
         self.name = spec.name
         self.worker = worker
@@ -81,6 +87,7 @@ class HealingGenerator:
         self._heartbeat = heartbeat_seconds
         self._max_restarts = max_restarts
         self._on_restart = on_restart
+        self._on_lost_reply = on_lost_reply
         self.restarts = 0
         self._live: WeightUpdate | None = None
         self._staged: WeightUpdate | None = None
@@ -145,7 +152,11 @@ class HealingGenerator:
         self._lost.clear()
         self._process = AsyncExitStack()
         self._generator = await self._process.enter_async_context(
-            RemoteGenerator(self.worker, request_timeout=self._request_timeout)
+            RemoteGenerator(
+                self.worker,
+                request_timeout=self._request_timeout,
+                on_lost_reply=partial(self._on_lost_reply, self.name),
+            )
         )
 
     async def _catch_up(self) -> None:
@@ -176,16 +187,23 @@ class HealingGenerator:
         return self._why
 
     async def _attempt(self, call: Callable[[RemoteGenerator], Awaitable[T]]) -> T:
-        """Make a call of the process of the moment, and again of the next one should it be lost."""
+        """Make a call of the process of the moment, and again of the next one should it be lost.
+
+        One process is given up for it, in case it does not answer for another reason.
+        """
+        gave_up = False
         while True:
             await self._ready.wait()
             generator = self._generator
             assert generator is not None
             try:
                 return await call(generator)
-            except WorkerError:
+            except WorkerError as exc:
                 if not await self._is_lost(generator):
-                    raise
+                    if gave_up or not isinstance(exc, UNANSWERED):
+                        raise
+                    gave_up = True
+                    self._give_up(generator, str(exc))
             while self._generator is generator:
                 self._ready.clear()
                 await self._ready.wait()
@@ -199,6 +217,12 @@ class HealingGenerator:
                 await self.worker.wait()
                 return True
         return False
+
+    def _give_up(self, generator: RemoteGenerator, why: str) -> None:
+        """Have the process behind ``generator`` replaced, which lives and does not answer."""
+        if self._generator is generator:
+            self._why = why
+            self._lost.set()
 
     # Generator
 
@@ -231,12 +255,11 @@ class HealingGenerator:
             return otherwise
         try:
             return await call(generator)
-        except StallError as exc:
-            self._why = str(exc)
-            self._lost.set()
-        except WorkerError:
+        except WorkerError as exc:
             if not await self._is_lost(generator):
-                raise
+                if not isinstance(exc, UNANSWERED):
+                    raise
+                self._give_up(generator, str(exc))
         self._ready.clear()
         return otherwise
 

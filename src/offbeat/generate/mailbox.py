@@ -4,6 +4,10 @@ Owns the requests that were handed in and the answers that wait to be fetched. O
 requests and cancellations of a moment, another waits for whatever has been answered: a call for
 each sibling would cost more than the tokens of a small model. Knows no engine and no transport.
 
+A delivery has a number and is kept until the client says that it has come: what was handed out in
+a reply that got lost is handed out again, and by its number the client counts it once. As many are
+kept as requests were in flight.
+
 Consumes requests; produces ``Delivery``s; waits for the generator that answers them; unblocked by
 its answer, its error or a cancellation.
 """
@@ -11,15 +15,17 @@ its answer, its error or a cancellation.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from offbeat.errors import GenerationError, OffbeatError, boundary
-from offbeat.generate.client import POLL_SECONDS, Delivery
+from offbeat.generate.client import Delivery
 from offbeat.launch.calls import Fault
 from offbeat.types import Completion, GenerateRequest, Progress
 
@@ -35,7 +41,9 @@ class Mailbox:
         self._answer = answer
         self._tasks = asyncio.TaskGroup()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._numbers = itertools.count(1)
         self._ready: list[Delivery] = []
+        """Not known to have come to the client, in the order of their numbers."""
         self._progress: dict[str, list[Progress]] = {}
         """What streamed requests wrote since the last ``collect``; no more than they may write."""
         self._some = asyncio.Event()
@@ -64,18 +72,28 @@ class Mailbox:
                 self._progress.setdefault(name, []).append(part)
                 self._some.set()
 
-    async def collect(self) -> list[Delivery]:
-        """Everything answered since the last call, in the order it was; empty after a while.
+    async def collect(self, received: int, seconds: float) -> list[Delivery]:
+        """Everything that was answered and not yet received, in that order; empty after a while.
 
-        Before that, what streamed requests have written that are not answered yet.
+        Behind it, what streamed requests have written that are not answered yet.
+
+        Args:
+            received: number of the last delivery that has come; it and all before are forgotten.
+            seconds: how long to wait for the first one.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_SECONDS):
-                await self._some.wait()
+        self._ready = [d for d in self._ready if d.number > received]
+        if not self._ready:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._some.wait()
         self._some.clear()
-        ready, self._ready = self._ready, []
         progress, self._progress = self._progress, {}
-        return [*(Delivery(request_id=n, progress=_joined(p)) for n, p in progress.items()), *ready]
+        for name, parts in progress.items():
+            self._hand_out(Delivery(request_id=name, progress=_joined(parts)))
+        return list(self._ready)
+
+    def _hand_out(self, delivery: Delivery) -> None:
+        self._ready.append(replace(delivery, number=next(self._numbers)))
 
     async def _run(self, request: GenerateRequest, after: asyncio.Task[None] | None) -> None:
         """Answer one request; ``after`` is an earlier one of this name that is being cancelled."""
@@ -89,8 +107,7 @@ class Mailbox:
             fault = Fault.of(exc)
         self._running.pop(request.request_id, None)
         self._progress.pop(request.request_id, None)  # The completion has all of it.
-        delivery = Delivery(request_id=request.request_id, completion=completion, fault=fault)
-        self._ready.append(delivery)
+        self._hand_out(Delivery(request_id=request.request_id, completion=completion, fault=fault))
         self._some.set()
 
     async def __aenter__(self) -> Self:

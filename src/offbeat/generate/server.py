@@ -84,8 +84,8 @@ class GeneratorService:
     async def submit(self, requests: list[GenerateRequest], cancelled: list[str]) -> None:
         await self.mailbox.submit(requests, cancelled)
 
-    async def collect(self) -> list[Delivery]:
-        return await self.mailbox.collect()
+    async def collect(self, received: int, seconds: float) -> list[Delivery]:
+        return await self.mailbox.collect(received, seconds)
 
     async def stage(self, update: WeightUpdate) -> None:
         await asyncio.to_thread(self._subscriber.stage, update)

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar, overload
 
-from offbeat.errors import OffbeatError, StallError, WorkerError, boundary
+from offbeat.errors import ConnectionLost, OffbeatError, StallError, WorkerError, boundary
 from offbeat.launch.calls import Dispatcher, Fault
 from offbeat.launch.codec import decode, encode
 from offbeat.launch.interrupts import patience
@@ -170,9 +170,10 @@ class _Host:
         self.ended.set()
 
     def check_open(self, method: str) -> None:
-        """Raise WorkerError once the service is closing."""
+        """Raise ConnectionLost once the service is closing."""
         if self._stopping.is_set():
-            raise WorkerError(f"{self.name}: connection lost in {method}: the worker {self.reason}")
+            why = f"the worker {self.reason}"
+            raise ConnectionLost(f"{self.name}: connection lost in {method}: {why}")
 
     @contextmanager
     def registered(self, deadline: asyncio.Timeout) -> Iterator[None]:

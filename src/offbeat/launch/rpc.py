@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
-from offbeat.errors import OffbeatError, StallError, WorkerError
+from offbeat.errors import ConnectionLost, OffbeatError, StallError, WorkerError
 from offbeat.launch.calls import Dispatcher, Fault
 from offbeat.launch.codec import decode, encode
 
@@ -171,7 +171,8 @@ class RpcClient:
 
         Raises:
             StallError: no answer within ``timeout``; the method is cancelled.
-            WorkerError: the worker is gone, or answered with something unexpected.
+            ConnectionLost: the connection broke; the worker may be gone.
+            WorkerError: the worker answered with something unexpected, or was closed.
             OffbeatError: what the method raised, as the same class.
         """
         status, data = await self._request("POST", f"/rpc/{method}", encode(args), method, timeout)
@@ -211,9 +212,9 @@ class RpcClient:
         except TimeoutError as exc:
             if deadline.expired():
                 raise StallError(f"{self.name}: no answer to {method} in {timeout:g} s") from None
-            raise WorkerError(f"{self.name}: connection lost in {method}: {exc!r}") from exc
+            raise ConnectionLost(f"{self.name}: connection lost in {method}: {exc!r}") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise WorkerError(f"{self.name}: connection lost in {method}: {exc!r}") from exc
+            raise ConnectionLost(f"{self.name}: connection lost in {method}: {exc!r}") from exc
 
     async def close(self) -> None:
         """Close every connection; calls still waiting end with WorkerError."""

@@ -14,7 +14,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
-from offbeat.observe.panel import StepPanel, compact, dropped_counts, finite
+from offbeat.observe.panel import StepPanel, compact, dropped_counts, finite, no_signal_text
 from offbeat.protocols import JsonValue, Sink
 
 PANEL_WIDTH = 100
@@ -148,6 +148,9 @@ def step_line(step: int, metrics: Mapping[str, JsonValue], total: int | None = N
     invalid = finite(metrics.get("reward/invalid_count"))
     if invalid:
         parts.append(f"invalid rewards {invalid:.0f}")
+    no_signal = no_signal_text(metrics)
+    if no_signal:
+        parts.append(no_signal)
     return "  ".join(parts)
 
 

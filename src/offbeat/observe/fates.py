@@ -21,11 +21,14 @@ from offbeat.types import DropReason
 _ROWS = 20
 """The longest list that is printed."""
 
+_EVENTS = 10
+"""As many events are, the newest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fates:
     """The ledger of one run: totals, why groups were dropped (most frequent first), the oldest open
-    groups, when each attempt began, and what else happened.
+    groups, when each attempt began, and what happened last.
     """
 
     groups: LedgerTotals
@@ -45,7 +48,7 @@ def read_fates(run_dir: Path) -> Fates:
         reasons=ledger.read_reasons(db, _ROWS),
         open=ledger.read_open(db, _ROWS),
         attempts=ledger.read_attempts(db),
-        events=ledger.read_events(db),
+        events=ledger.read_events(db, _EVENTS),
     )
 
 
@@ -108,9 +111,15 @@ def _age(row: LedgerRow, now: float) -> str:
 
 def _events(attempts: Sequence[float], events: Sequence[LedgerEvent]) -> list[str]:
     began = [(at, f"attempt {i} began") for i, at in enumerate(attempts, 1)]
-    happened = [(e.at, f"{e.kind} {e.detail}".rstrip()) for e in events]
+    happened = [(e.at, _event(e)) for e in events]
     return [
         f"{datetime.fromtimestamp(at).strftime('%Y-%m-%d %H:%M:%S')}  "
         + harmless(text).replace("\n", " ")
         for at, text in sorted([*began, *happened])[-_ROWS:]
     ]
+
+
+def _event(event: LedgerEvent) -> str:
+    group = "" if event.group_id is None else f", group {event.group_id}"
+    times = "" if event.times == 1 else f", {event.times} times in this attempt"
+    return f"{event.kind}: {event.detail}{group}{times}"

@@ -15,7 +15,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -57,13 +57,39 @@ CREATE TABLE IF NOT EXISTS events (
     attempt            INTEGER NOT NULL,
     at                 REAL    NOT NULL,
     kind               TEXT    NOT NULL,
+    subject            TEXT    NOT NULL DEFAULT '',
     group_id           INTEGER,
-    detail             TEXT    NOT NULL DEFAULT ''
+    detail             TEXT    NOT NULL DEFAULT '',
+    times              INTEGER NOT NULL DEFAULT 1
 );
+CREATE UNIQUE INDEX IF NOT EXISTS one_row_for_equal_events
+    ON events (attempt, kind, subject, detail);
 """
 
 UNTRAINED = "untrained"
 """Why tokens of a *trained* group were wasted: their rollout left the loss (invalid, masked)."""
+
+
+class EventKind(StrEnum):
+    """What can happen to a run that goes on, and who or what it happened to (the subject)."""
+
+    RESTART = "restart"
+    """A generator's process was lost and replaced; its name."""
+    LOST_REPLY = "lost-reply"
+    """A generator's reply was lost, and came the second time; its name."""
+    REWARD_WORKER = "reward-worker"
+    """A reward process was replaced."""
+    DETERMINISM = "determinism"
+    """A synchronous run can no longer be repeated bit for bit; a `Breach`."""
+
+
+class Breach(StrEnum):
+    """What keeps a synchronous run from being repeated bit for bit."""
+
+    ENGINE = "engine"
+    MACHINE = "machine"
+    GROUP_DEADLINE = "group-deadline"
+    REWARD = "reward"
 
 
 class Fate(StrEnum):
@@ -122,13 +148,30 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEvent:
-    """Something worth knowing later: a healed worker, a broken determinism."""
+    """Something worth knowing later, which happened ``times`` times in one attempt: the last time
+    ``at`` (seconds since the epoch), the first time to ``group_id``. For ``kind`` and ``subject``
+    see `EventKind`.
+    """
 
     attempt: int
     at: float
     kind: str
+    subject: str
     group_id: GroupId | None
     detail: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventTotals:
+    """What happened to the run in all attempts: restarts of each generator by name, and why it
+    cannot be repeated bit for bit, one sentence for each `Breach`.
+    """
+
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    reward_workers: int = 0
+    lost_replies: int = 0
+    broken_by: tuple[str, ...] = ()
 
 
 def group_totals(connection: sqlite3.Connection) -> LedgerTotals:
@@ -160,6 +203,31 @@ def token_totals(connection: sqlite3.Connection) -> TokenTotals:
         trained=sum(int(t) for _, _, t in found),
         wasted=wasted,
     )
+
+
+def event_totals(connection: sqlite3.Connection) -> EventTotals:
+    """`EventTotals` of a ledger that has the table."""
+    found = connection.execute(
+        "SELECT kind, subject, sum(times) FROM events GROUP BY kind, subject"
+    )
+    counts = {(kind, subject): int(n) for kind, subject, n in found}
+    reasons = connection.execute(
+        # Of each breach the first: SQLite takes the other columns from the row of the minimum.
+        "SELECT min(id), detail FROM events WHERE kind = ? GROUP BY subject ORDER BY 1",
+        (EventKind.DETERMINISM,),
+    )
+    return EventTotals(
+        restarts={name: n for (kind, name), n in counts.items() if kind == EventKind.RESTART},
+        reward_workers=counts.get((EventKind.REWARD_WORKER, ""), 0),
+        lost_replies=sum(n for (kind, _), n in counts.items() if kind == EventKind.LOST_REPLY),
+        broken_by=tuple(detail for _, detail in reasons),
+    )
+
+
+def counts_events(connection: sqlite3.Connection) -> bool:
+    """False of an earlier ledger: its table of events has other columns, and no rows."""
+    query = "SELECT count(*) FROM pragma_table_info('events') WHERE name = 'times'"
+    return bool(connection.execute(query).fetchone()[0])
 
 
 def read_totals(path: Path) -> LedgerTotals:
@@ -226,14 +294,21 @@ def read_attempts(path: Path) -> tuple[float, ...]:
     return tuple(float(at) for (at,) in found)
 
 
-def read_events(path: Path) -> tuple[LedgerEvent, ...]:
-    """Every event in the order of writing. Raises DataError."""
-    query = "SELECT attempt, at, kind, group_id, detail FROM events ORDER BY id"
+def read_event_totals(path: Path) -> EventTotals:
+    """What happened to the run of ``run.db``. Raises DataError."""
     with _reading(path) as connection:
-        return tuple(
-            LedgerEvent(attempt=attempt, at=at, kind=kind, group_id=group, detail=detail)
-            for attempt, at, kind, group, detail in connection.execute(query)
-        )
+        return event_totals(connection) if counts_events(connection) else EventTotals()
+
+
+def read_events(path: Path, limit: int) -> tuple[LedgerEvent, ...]:
+    """The ``limit`` events that happened last, in that order. Raises DataError."""
+    names = list(LedgerEvent.__dataclass_fields__)
+    query = f"SELECT {', '.join(names)} FROM events ORDER BY at DESC, id DESC LIMIT ?"
+    with _reading(path) as connection:
+        if not counts_events(connection):
+            return ()
+        found = connection.execute(query, (limit,)).fetchall()
+    return tuple(LedgerEvent(**dict(zip(names, row, strict=True))) for row in reversed(found))
 
 
 @contextmanager

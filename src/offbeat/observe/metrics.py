@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from offbeat.protocols import JsonValue
-from offbeat.types import DropReason
+from offbeat.types import DropReason, NoSignal
 
 
 class Reduction(StrEnum):
@@ -82,7 +82,7 @@ _MEAN: Mapping[str, str] = {
     "reward/mean": "mean reward of the valid rollouts of the batch",
     "reward/std": "standard deviation of the same rewards",
     "reward/valid_fraction": "rollouts of the batch whose reward could be computed",
-    "reward/zero_std_fraction": "groups whose rewards are all equal: they teach nothing",
+    "reward/zero_std_fraction": "groups whose rewards are all equal",
     "eval/reward_mean": "mean reward on the validation set",
     "eval/length_tokens": "mean length of a validation answer",
     "eval/truncated_fraction": "validation answers cut by the length limit",
@@ -113,11 +113,15 @@ _SUM: Mapping[str, str] = {
     "wait/data_seconds": "seconds the trainer waited for groups",
     "wait/eval_seconds": "seconds a commit waited for a running evaluation",
     "wait/save_seconds": "seconds training waited for a save",
-    "wait/snapshot_seconds": "seconds training waited for a snapshot's copy",
+    "wait/snapshot_seconds": "seconds training waited for a snapshot to begin",
+    "wait/staging_seconds": "seconds a publication waited for the copy of what is saved",
     "generate/pause_seconds": "seconds generation stood still for a commit",
     "generate/restarts_count": "generator processes that were lost and replaced",
     "generate/two_versions_count": "completions whose tokens have more than one version",
+    "save/failed_count": "model folders that could not be saved while training went on",
+    "snapshot/failed_count": "snapshots that could not be written while training went on",
     "train/update_seconds": "seconds the trainer was busy with the update",
+    "train/staging_seconds": "seconds an optimizer step waited for a snapshot's copy",
     "train/publish_seconds": "seconds to lay the new weights out for the generators",
     "weights/stage_seconds": "seconds to stage the new version at the generators",
     "weights/commit_seconds": "seconds from the commit request to the last acknowledgment",
@@ -165,12 +169,26 @@ def dropped_name(reason: DropReason) -> str:
     return f"{DROPPED_PREFIX}{reason.value}_count"
 
 
+NO_SIGNAL: Mapping[NoSignal, str] = {
+    NoSignal.EQUAL: "all rewards equal",
+    NoSignal.TRUNCATED: "all answers cut by the length limit",
+    NoSignal.EMPTY: "no answer has a token",
+}
+"""What is said of a group without signal."""
+
+
+def no_signal_name(cause: NoSignal) -> str:
+    """The metric that counts groups of the batch without signal for ``cause``."""
+    return f"groups/no_signal_{cause.value}_count"
+
+
 def _declare() -> Iterable[Metric]:
     by_reduction = {
         Reduction.MEAN: _MEAN,
         Reduction.SUM: {
             **_SUM,
             **{dropped_name(r): f"groups dropped during the step: {r.value}" for r in DropReason},
+            **{no_signal_name(c): f"groups that teach nothing: {t}" for c, t in NO_SIGNAL.items()},
         },
         Reduction.MAX: _MAX,
         Reduction.MIN: _MIN,

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.observe.metrics import dropped_name
+from offbeat.observe.metrics import NO_SIGNAL, dropped_name, no_signal_name
 from offbeat.observe.terminal import encodable, harmless, sparkline
 from offbeat.protocols import JsonValue
 from offbeat.types import DropReason
@@ -27,6 +27,9 @@ HISTORY = 240
 
 BARS_WIDTH = 40
 """Bars in which it shows them, as far as the terminal is wide enough."""
+
+LARGE_SHARE = 0.5
+"""Of a step's groups: from here on it is said why they teach nothing."""
 
 _ROWS = {
     "reward": ("reward/mean", ".3f"),
@@ -57,6 +60,7 @@ class StepPanel:
         self._values: dict[str, deque[float]] = {n: deque(maxlen=HISTORY) for n in _ROWS}
         self._dropped: dict[str, int] = {}
         self._invalid = 0
+        self._no_signal = ""
 
     def add(self, step: int, metrics: Mapping[str, JsonValue]) -> None:
         """One finished step, or what was measured before the first."""
@@ -72,6 +76,7 @@ class StepPanel:
         for reason, n in dropped_counts(metrics):
             self._dropped[reason] = self._dropped.get(reason, 0) + n
         self._invalid += int(finite(metrics.get("reward/invalid_count")) or 0)
+        self._no_signal = no_signal_text(metrics)
 
     def draw(self, width: int) -> RenderableType:
         """The panel, ``width`` columns wide."""
@@ -109,10 +114,12 @@ class StepPanel:
 
     def _troubles(self) -> str:
         found = [f"{n} {reason}" for reason, n in self._dropped.items()]
-        parts = [f"groups dropped: {', '.join(found)}"] if found else []
-        return "  ".join(
-            [*parts, *([f"invalid rewards: {self._invalid}"] if self._invalid else [])]
+        parts = (
+            f"groups dropped: {', '.join(found)}" if found else "",
+            f"invalid rewards: {self._invalid}" if self._invalid else "",
+            self._no_signal,
         )
+        return "  ".join(part for part in parts if part)
 
 
 def _as_shown(name: str, value: float) -> str:
@@ -146,3 +153,14 @@ def dropped_counts(metrics: Mapping[str, JsonValue]) -> list[tuple[str, int]]:
     """Reasons for which a step dropped groups, and how many."""
     counts = ((r.value, finite(metrics.get(dropped_name(r)))) for r in DropReason)
     return [(name, int(n)) for name, n in counts if n]
+
+
+def no_signal_text(metrics: Mapping[str, JsonValue]) -> str:
+    """Why groups of a step teach nothing, where at least half of them do not; else nothing."""
+    counts = {text: finite(metrics.get(no_signal_name(c))) or 0 for c, text in NO_SIGNAL.items()}
+    found = {text: int(n) for text, n in counts.items() if n}
+    of, none = finite(metrics.get("groups/trained_count")) or 0, sum(found.values())
+    if not none or none < of * LARGE_SHARE:
+        return ""
+    causes = [text if len(found) == 1 else f"{text} ({n})" for text, n in found.items()]
+    return f"{none} of {of:.0f} groups teach nothing: {', '.join(causes)}"

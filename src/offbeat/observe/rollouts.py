@@ -7,12 +7,16 @@ of megabytes, so it is imported when the first file is written.
 Columns of tokens: ``prompt_ids`` is what the model read first; ``token_ids`` all that follows, the
 environment's replies included; ``loss_mask``, ``logprobs`` (nats) and ``versions`` belong to
 ``token_ids`` and are false, 0 and -1 on tokens that the policy did not write.
+
+Beside the rows a file holds how its update was computed and which weights came out, as text whose
+meaning is not known here (`offbeat.pipeline.update_record`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +40,12 @@ from offbeat.types import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 FOLDER = "rollouts"
+
+_UPDATE_KEY = "offbeat.update"
+"""Where the Parquet file's own metadata has the record of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +96,17 @@ class RolloutLog:
         step: int,
         groups: Sequence[RolloutGroup],
         advantages: Mapping[tuple[GroupId, int], float] | None = None,
+        update: str | None = None,
     ) -> None:
-        """Write the file of ``step``, aside and then renamed; ``advantages`` by (group id,
-        sibling).
+        """Write the file of ``step``, aside and then renamed.
+
+        Args:
+            advantages: by (group id, sibling).
+            update: what to keep of how its weights came about; see ``read_update``.
         """
         known = advantages or {}
         path = rollouts_path(self._run_dir, step)
-        self._guard.run(lambda: _write(path, _rows(step, groups, known)))
+        self._guard.run(lambda: _write(path, _rows(step, groups, known), update))
 
 
 def rollouts_path(run_dir: Path, step: int) -> Path:
@@ -190,15 +202,20 @@ def _schema() -> pa.Schema:
     )
 
 
-def _write(path: Path, rows: Sequence[RolloutRow]) -> None:
+def _write(path: Path, rows: Sequence[RolloutRow], update: str | None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = _schema()
     columns = {name: [_cell(getattr(row, name)) for row in rows] for name in schema.names}
     table = pa.table(columns, schema=schema)
-    with replacing(path) as aside:
-        pq.write_table(table, aside, compression="zstd")
+    with (
+        replacing(path) as aside,
+        pq.ParquetWriter(aside, schema, compression="zstd") as file,
+    ):
+        file.write_table(table)
+        if update is not None:
+            file.add_key_value_metadata({_UPDATE_KEY: update})
 
 
 def _cell(value: object) -> object:
@@ -225,19 +242,34 @@ def read_rollouts(run_dir: Path, step: int | None = None) -> tuple[RolloutRow, .
         have = f"recorded are steps {steps[0]} to {steps[-1]}" if steps else "none are recorded"
         of_step = "" if wanted is None else f" of step {wanted}"
         raise DataError(f"{run_dir / FOLDER}: no rollouts{of_step}; {have}")
-    return _read(rollouts_path(run_dir, wanted))
+    with _opened(rollouts_path(run_dir, wanted)) as file:
+        found = file.read().to_pylist()
+    return tuple(_from_record(record) for record in found)
 
 
-def _read(path: Path) -> tuple[RolloutRow, ...]:
+def read_update(run_dir: Path, step: int) -> str | None:
+    """What was kept of how the weights of ``step`` came about; None in a file that has no such
+    thing.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with _opened(rollouts_path(run_dir, step)) as file:
+        found: bytes | None = (file.metadata.metadata or {}).get(_UPDATE_KEY.encode())
+    return None if found is None else found.decode()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """The file to read from; what goes wrong in the block is a ``DataError`` with its name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            found = file.read().to_pylist()
+            yield file
     except (OSError, pa.ArrowException) as exc:
         raise DataError(f"{path}: not a readable Parquet file: {exc}") from exc
-    return tuple(_from_record(record) for record in found)
 
 
 def _from_record(record: Mapping[str, object]) -> RolloutRow:

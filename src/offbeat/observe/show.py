@@ -20,7 +20,7 @@ from offbeat.observe.metrics import StepRecord
 from offbeat.observe.proximal import ProxErrors
 from offbeat.observe.series import CURVES, CurveTable, Series
 from offbeat.observe.sinks import MetricsTail
-from offbeat.observe.summary import RunStatus, RunTotals, Summary
+from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals, Summary
 from offbeat.observe.terminal import harmless, number, sparkline
 
 _STATUS = {
@@ -105,9 +105,13 @@ class RunReader:
         db = self._path / ledger.FILE_NAME
         groups = ledger.LedgerTotals(admitted=0, trained=0, dropped={}, open=0)
         tokens = ledger.TokenTotals(generated=0, trained=0, wasted={})
+        events = None
         if db.is_file():
             groups, tokens = ledger.read_totals(db), ledger.read_tokens(db)
-        return self._totals.summary(now=self._seconds, status=status, groups=groups, tokens=tokens)
+            events = ledger.read_event_totals(db)
+        return self._totals.summary(
+            now=self._seconds, status=status, groups=groups, tokens=tokens, events=events
+        )
 
 
 def load_run(path: Path) -> RunView:
@@ -161,6 +165,7 @@ def summary_lines(view: RunView) -> list[str]:
         f"run       {view.path}",
         f"status    {_STATUS_TEXT.get(s.status, s.status)} after {s.steps} steps",
         *([f"error     {harmless(s.error)}"] if s.error is not None else []),
+        *([_failed_line(s.failed_saves)] if s.failed_saves is not None else []),
         f"seconds   {s.seconds.total:.1f} total, {s.seconds.training:.1f} training, "
         f"{s.seconds.waiting:.1f} waiting",
         f"reward    first {number(s.reward.first)}, last {number(s.reward.last)}",
@@ -173,8 +178,36 @@ def summary_lines(view: RunView) -> list[str]:
         f"{sum(dropped.values())} dropped{reasons} + {s.groups.open} open",
         f"tokens    {s.tokens.generated} generated = {s.tokens.trained} trained + "
         f"{s.tokens.wasted} wasted{wasted}; {s.tokens.prefill} prefill",
+        *_event_lines(s),
     ]
     return [*lines, *([] if s.status in _STATUS.values() else _measured_lines(s))]
+
+
+def _failed_line(failed: FailedSaves) -> str:
+    counts = {"model folder": failed.models, "snapshot": failed.snapshots}
+    what = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n)
+    last = f"; the last: {harmless(failed.last)}" if failed.last is not None else ""
+    return f"saves     {what} could not be saved{last}"
+
+
+def _event_lines(s: Summary) -> list[str]:
+    """What went wrong and was mended, and what that means; nothing in a calm run."""
+    restarts = ", ".join(f"{name} {_times(n)}" for name, n in s.restarts.items())
+    n, m = s.reward_workers_replaced, s.lost_replies
+    mended = [
+        *([f"restarted: {restarts}"] if restarts else []),
+        *([f"{n} reward process{'' if n == 1 else 'es'} replaced"] if n else []),
+        *([f"{m} lost repl{'y' if m == 1 else 'ies'} asked for again"] if m else []),
+    ]
+    broken = "; ".join(harmless(why) for why in s.determinism_broken_by)
+    return [
+        *([f"mended    {'; '.join(mended)}"] if mended else []),
+        *([f"bits      not reproducible bit for bit: {broken}"] if broken else []),
+    ]
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"
 
 
 def _measured_lines(s: Summary) -> list[str]:

@@ -16,7 +16,7 @@ import msgspec
 
 from offbeat.errors import DataError
 from offbeat.observe.files import replacing
-from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.ledger import EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import Limit, RunSetup, find_limit
 from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord
 from offbeat.observe.spans import BusyTotals, SpanName
@@ -105,13 +105,30 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedSaves:
+    """How many model folders and snapshots could not be written while training went on. ``last`` is
+    the last error of the last attempt; None where that had none, or has not ended.
+    """
+
+    models: int = 0
+    snapshots: int = 0
+    last: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One run. ``error`` is the message that ended a failed run and absent from the file otherwise.
+    """One run. ``error`` is the message that ended a failed run and absent from the file otherwise;
+    so is ``failed_saves`` when there is none.
 
     ``peak_rss_bytes`` is the sum over the run's processes of each one's own peak, shared pages
     counted in each. It, ``tokens.prefill``, ``engine_busy_fraction``,
     ``decode_share_of_training_time`` and ``limit`` cover the last attempt of a resumed run.
     ``limit`` is None before the first step.
+
+    ``restarts`` of each generator by name, ``reward_workers_replaced`` and ``lost_replies`` are
+    those of all attempts. ``deterministic``: the run can be repeated bit for bit
+    (``docs/design/determinism.md``); None where that was not promised, or a run without a summary
+    does not say. ``determinism_broken_by`` has a sentence for each kind of reason.
     """
 
     status: RunStatus
@@ -126,14 +143,21 @@ class Summary:
     decode_share_of_training_time: float | None
     engine_busy_fraction: float | None
     peak_rss_bytes: int
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    reward_workers_replaced: int = 0
+    lost_replies: int = 0
+    deterministic: bool | None = None
+    determinism_broken_by: tuple[str, ...] = ()
     limit: Limit | None = None
+    failed_saves: FailedSaves | None = None
     error: str | None = None
 
     def to_json(self) -> bytes:
         """The bytes of ``summary.json``: indented, non-finite numbers as null."""
         plain = msgspec.to_builtins(self)
-        if self.error is None:
-            del plain["error"]
+        for name in ("failed_saves", "error"):
+            if plain[name] is None:
+                del plain[name]
         return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
 
     def write(self, path: Path) -> None:
@@ -161,8 +185,9 @@ class RunTotals:
 
     Reads these metrics of a step where present: ``reward/mean``, ``eval/reward_mean``,
     ``lag/group_mean``, ``lag/group_max``, ``lag/token_mean``, ``wait/data_seconds``,
-    ``train/update_seconds``, ``generate/two_versions_count``, and as weights of the means
-    ``groups/trained_count`` and ``actor/tokens_count``.
+    ``train/update_seconds``, ``generate/two_versions_count``, ``save/failed_count``,
+    ``snapshot/failed_count``, and as weights of the means ``groups/trained_count`` and
+    ``actor/tokens_count``.
 
     Args:
         started: CLOCK_MONOTONIC seconds at which this attempt began.
@@ -190,6 +215,8 @@ class RunTotals:
         self._token_lag = _WeightedMean()
         self._group_lag_max: int | None = None
         self._two_versions = 0
+        self._failed_models = 0
+        self._failed_snapshots = 0
         self._prefill = _CounterTotals()
         self._peak_rss: dict[str, int] = {}
         self._busy = BusyTotals()
@@ -203,6 +230,8 @@ class RunTotals:
         for name in self._seconds:
             self._seconds[name] += found.get(name, 0.0)
         self._two_versions += int(found.get("generate/two_versions_count", 0))
+        self._failed_models += int(found.get("save/failed_count", 0))
+        self._failed_snapshots += int(found.get("snapshot/failed_count", 0))
         if "reward/mean" in found:
             self._rewards.append(found["reward/mean"])
         if "eval/reward_mean" in found:
@@ -266,11 +295,17 @@ class RunTotals:
         status: RunStatus,
         groups: LedgerTotals,
         tokens: TokenTotals,
+        events: EventTotals | None = None,
+        failed: FailedSaves | None = None,
         error: str | None = None,
     ) -> Summary:
-        """The run as it stands at ``now`` (CLOCK_MONOTONIC seconds)."""
+        """The run as it stands at ``now`` (CLOCK_MONOTONIC seconds).
+
+        ``failed`` counts the saves that failed since the last step, and has the last error.
+        """
         self.settle(now)
         elapsed = now - self._started
+        happened = events or EventTotals()
         return Summary(
             status=status,
             steps=self._steps,
@@ -307,9 +342,26 @@ class RunTotals:
             decode_share_of_training_time=self._busy.decode_share(),
             engine_busy_fraction=self._busy.engine_busy(elapsed),
             peak_rss_bytes=sum(self._peak_rss.values()),
+            restarts=happened.restarts,
+            reward_workers_replaced=happened.reward_workers,
+            lost_replies=happened.lost_replies,
+            deterministic=not happened.broken_by if self._promises_bits else None,
+            determinism_broken_by=happened.broken_by,
             limit=self._limit(now),
+            failed_saves=self._failed_saves(failed or FailedSaves()),
             error=error,
         )
+
+    @property
+    def _promises_bits(self) -> bool:
+        return self._setup is not None and self._setup.max_staleness == 0
+
+    def _failed_saves(self, since: FailedSaves) -> FailedSaves | None:
+        models = self._failed_models + since.models
+        snapshots = self._failed_snapshots + since.snapshots
+        if not (models or snapshots):
+            return None
+        return FailedSaves(models=models, snapshots=snapshots, last=since.last)
 
     def _limit(self, now: float) -> Limit | None:
         if self._setup is None:

@@ -13,6 +13,8 @@ from rich.cells import cell_len
 
 BARS = "▁▂▃▄▅▆▇█"
 
+_THOUSAND = 1000.0
+
 _PLAIN = str.maketrans(
     {
         **dict(zip(BARS, "..:-=+*#", strict=True)),
@@ -49,6 +51,16 @@ def is_utf8(encoding: str) -> bool:
 def number(value: float | None, spec: str = ".3f") -> str:
     """``value`` as ``spec`` says; ``-`` for what was not measured."""
     return "-" if value is None else format(value, spec)
+
+
+def size(nbytes: int) -> str:
+    """``nbytes`` in the largest of B, kB, MB, GB and TB of which there is one."""
+    amount, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < _THOUSAND:
+            break
+        amount, unit = amount / _THOUSAND, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 def table(title: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:

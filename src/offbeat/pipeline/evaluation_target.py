@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.checkpoint.folders import latest, step_folder, step_folders
+from offbeat.checkpoint.folders import CHECKPOINTS, latest, step_folder, step_folders
 from offbeat.checkpoint.manifest import verify
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.model.hub import fetch_model, is_hub_name
 from offbeat.observe.find import CONFIG_FILE, find_run
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

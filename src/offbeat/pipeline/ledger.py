@@ -26,8 +26,12 @@ from offbeat.errors import CheckpointError, CorruptCheckpoint
 from offbeat.observe.ledger import (
     SCHEMA,
     SCHEMA_VERSION,
+    EventKind,
+    EventTotals,
     LedgerTotals,
     TokenTotals,
+    counts_events,
+    event_totals,
     group_totals,
     token_totals,
 )
@@ -177,12 +181,28 @@ class Ledger:
         with self._transaction() as cursor:
             self._end(cursor, group_id, values)
 
-    def event(self, kind: str, detail: str = "", *, group_id: GroupId | None = None) -> None:
-        """Record something that a person will ask about later."""
+    def event(
+        self,
+        kind: EventKind,
+        detail: str,
+        *,
+        subject: str = "",
+        group_id: GroupId | None = None,
+    ) -> None:
+        """Record something that a person will ask about later; what is equal is one row, counted.
+
+        Args:
+            detail: for a person; it should not differ where nothing else does.
+            subject: see ``EventKind``.
+            group_id: the group that it happened to, if any; kept of the first time.
+        """
+        values = (self._attempt, self._clock(), kind.value, subject, group_id, detail)
         with _writing(self._path):
             self._connection.execute(
-                "INSERT INTO events (attempt, at, kind, group_id, detail) VALUES (?, ?, ?, ?, ?)",
-                (self._attempt, self._clock(), kind, group_id, detail),
+                "INSERT INTO events (attempt, at, kind, subject, group_id, detail) "
+                "VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET times = times + 1, at = excluded.at",
+                values,
             )
 
     def totals(self) -> LedgerTotals:
@@ -194,6 +214,11 @@ class Ledger:
         """Tokens of the groups that ended."""
         with _writing(self._path):
             return token_totals(self._connection)
+
+    def events(self) -> EventTotals:
+        """What happened to the run so far."""
+        with _writing(self._path):
+            return event_totals(self._connection)
 
     def open_groups(self) -> tuple[GroupId, ...]:
         """Groups without a fate, in order."""
@@ -263,6 +288,8 @@ def _prepare(path: Path, connection: sqlite3.Connection, now: float) -> int:
         )
     choose_journal(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
+    if not counts_events(connection):
+        connection.execute("DROP TABLE IF EXISTS events")
     connection.executescript(
         f"BEGIN IMMEDIATE;{SCHEMA}PRAGMA user_version={SCHEMA_VERSION};COMMIT;"
     )

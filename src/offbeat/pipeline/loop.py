@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from offbeat.checkpoint.saver import Saver, SaveSchedule
+from offbeat.checkpoint.saver import SaveSchedule
 from offbeat.checkpoint.snapshot import RunState
 from offbeat.data.stream import PromptStream
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import PromptTooLong, StallError, WeightSyncError, true_cause
 from offbeat.launch.blob import write_blob
 from offbeat.launch.codec import encode
+from offbeat.observe.ledger import Breach
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.spans import SpanName
 from offbeat.pipeline.episodes import (
@@ -43,6 +44,7 @@ from offbeat.pipeline.episodes import (
 from offbeat.pipeline.evaluate import EvalResult, Evaluator
 from offbeat.pipeline.no_signal import SignalRules, SignalWatch
 from offbeat.pipeline.recorder import Recorder
+from offbeat.pipeline.save_policy import ModelWriter
 from offbeat.pipeline.signal import Signal
 from offbeat.pipeline.snapshots import SnapshotTaker
 from offbeat.pipeline.staleness import (
@@ -54,6 +56,7 @@ from offbeat.pipeline.staleness import (
     Ticket,
 )
 from offbeat.pipeline.stall import PendingGroup, pending_text, task_stacks
+from offbeat.pipeline.update_record import UpdateRecorder
 from offbeat.protocols import Generator, Trainer, Workflow
 from offbeat.rollout.samples import to_samples
 from offbeat.types import (
@@ -70,6 +73,8 @@ from offbeat.types import (
 log = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
+
+LATE_GROUP = "a group was dropped at its deadline (rollout.group_deadline_seconds)"
 
 LOUD_FAILURES = 3
 """Groups that failed or did not fit and are reported one by one."""
@@ -131,6 +136,7 @@ class Loop:
         weights_gate: held from a publication to its commit; who needs the live weights meanwhile
             waits for it.
         snapshots: None when none is ever taken.
+        updates: records how each update can be repeated; None for a run that cannot be replayed.
         start: what a resumed run goes on from; trainer and recorder were restored to it.
     """
 
@@ -147,9 +153,10 @@ class Loop:
         codec: TextCodec,
         recorder: Recorder,
         evaluator: Evaluator | None,
-        saver: Saver | None,
+        saver: ModelWriter | None,
         weights_gate: asyncio.Lock,
         snapshots: SnapshotTaker | None = None,
+        updates: UpdateRecorder | None = None,
         start: RunState | None = None,
     ) -> None:
         self._plan = plan
@@ -165,6 +172,7 @@ class Loop:
         self._saver = saver
         self._weights_gate = weights_gate
         self._snapshots = snapshots
+        self._updates = updates
         self._start = start
         self._manager = StalenessManager(
             max_staleness=plan.max_staleness,
@@ -324,6 +332,8 @@ class Loop:
         self._manager.drop(group_id)
         del self._admitted_at[group_id]
         self._recorder.dropped(group_id, outcome.reason, outcome.detail, generated_tokens)
+        if outcome.reason is DropReason.CANCELLED:
+            self._recorder.broken(Breach.GROUP_DEADLINE, LATE_GROUP, group_id=group_id)
         self._changed.notify()
         self._say_drop(group_id, outcome)
         self._budget.record(outcome)
@@ -346,14 +356,16 @@ class Loop:
         waited = time.monotonic() - started
         report = await self._update(groups, PolicyVersion(live + 1), step)
         metrics = self._recorder.step_metrics(groups, report, live)
+        metrics |= self._plan.signal.counts(groups)
         update, published = await self._publish(groups, step)
         metrics |= published
         metrics["wait/data_seconds"] = waited
         metrics["train/update_seconds"] = report.ended - report.started
+        metrics["train/staging_seconds"] = report.staging_seconds
         save, evaluate = self._save_due(step), self._evaluation_due(step)
         if save:
             metrics |= await self._save(update, step)
-        metrics |= await self._take_snapshot(step, saved=save)
+        metrics |= await self._take_snapshot(step, tasks, saved=save)
         await self._poll_engines()
         seconds = time.monotonic() - started
         metrics["data/epoch"] = float(groups[-1].prompt.epoch)
@@ -451,12 +463,17 @@ class Loop:
         """Bring the trainer's weights to every generator; the tickets end when they are live."""
         asked = time.monotonic()
         await self._settle_evaluation()  # before the old weights are overwritten: it may need them
+        settled = time.monotonic()
+        if self._saver is not None:
+            await self._saver.maybe_wait_for_staging()  # it may still copy them
         # A generator that is being replaced reads the old weights until the gate is ours.
         async with self._weights_gate:
             begin = time.monotonic()
             update = await self._trainer.publish()
             published = time.monotonic()
-            await self._generator.stage(update)
+            async with asyncio.TaskGroup() as readers:
+                readers.create_task(self._generator.stage(update), name="staging")
+                readers.create_task(self._record_update(step, update), name="digests")
             staged = time.monotonic()
             pause = await self._generator.commit(update.version)
         # One turn of the loop: live version, ends of tickets and admission change together.
@@ -476,9 +493,15 @@ class Loop:
             "weights/stage_seconds": staged - published,
             "weights/commit_seconds": committed - staged,
             "weights/bytes": float(update.nbytes),
-            "wait/eval_seconds": begin - asked,
+            "wait/eval_seconds": settled - asked,
+            "wait/staging_seconds": begin - settled,
             "generate/pause_seconds": pause,
         }
+
+    async def _record_update(self, step: int, update: WeightUpdate) -> None:
+        """Takes the digests of ``update`` while the generators read it too: the trainer waits."""
+        if self._updates is not None:
+            self._recorder.updated(step, await self._updates.record(update))
 
     def _save_due(self, step: int) -> bool:
         due = self._cadence.save.due(step, self._epochs_done(step), time.monotonic())
@@ -486,7 +509,7 @@ class Loop:
         return self._saver is not None and (due or at_end)
 
     async def _save(self, update: WeightUpdate, step: int) -> dict[str, float]:
-        """Save the version just published; its buffer is free again when this returns."""
+        """Save the version just published; in the background, unless the mode is sync."""
         assert self._saver is not None
         begin = time.monotonic()
         await self._saver.save(update, step=step)
@@ -494,8 +517,10 @@ class Loop:
         self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
         return {"wait/save_seconds": end - begin}
 
-    async def _take_snapshot(self, step: int, *, saved: bool) -> dict[str, float]:
-        """When due, copy the trainer's state, and the controller's as of the same moment.
+    async def _take_snapshot(
+        self, step: int, tasks: asyncio.TaskGroup, *, saved: bool
+    ) -> dict[str, float]:
+        """When due, begin to copy the trainer's state, and the controller's as of the same moment.
 
         Any moment between two updates will do: what the ledger holds then, and the line, belong
         together, and what follows is superseded if this snapshot is resumed from.
@@ -504,11 +529,8 @@ class Loop:
         if self._snapshots is None or not due:
             return {}
         begin = time.monotonic()
-        if self._saver is not None and not saved:
-            # A save of an earlier step is in flight, and cannot be made again from here.
-            await self._saver.wait()
         await self._snapshots.ready()
-        await self._snapshots.take(self._state(step, saved=saved))
+        await self._snapshots.take(self._state(step, saved=saved), tasks)
         end = time.monotonic()
         self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
         return {"wait/snapshot_seconds": end - begin}
@@ -532,7 +554,7 @@ class Loop:
     async def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
         await self._recorder.write(record, groups)
         if self._snapshots is not None:
-            await self._snapshots.recorded(record.step)
+            self._snapshots.recorded(record.step)
 
     def _epochs_done(self, step: int) -> int:
         return self._stream.epoch_of(GroupId(step * self._plan.groups_per_step))

@@ -8,20 +8,12 @@ learns nothing and looks busy.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from offbeat.errors import RolloutError
-from offbeat.types import RolloutGroup, Scored, StopReason
-
-
-class NoSignal(StrEnum):
-    """Why no token of a group gets a gradient from its rewards."""
-
-    EMPTY = "empty"
-    TRUNCATED = "truncated"
-    EQUAL = "equal"
-
+from offbeat.observe.metrics import no_signal_name
+from offbeat.types import NoSignal, RolloutGroup, Scored, StopReason
 
 ADVICE = {
     NoSignal.EMPTY: "no answer has a token to train on; does the model stop at once? Look at "
@@ -54,8 +46,17 @@ class SignalRules:
         cut = all(c.stop_reason is StopReason.LENGTH for c in last)
         if cut and not self.truncated_count:
             return NoSignal.TRUNCATED
-        rewards = {r.reward.value for r in group.valid if isinstance(r.reward, Scored)}
-        return NoSignal.EQUAL if self.group_baseline and len(rewards) == 1 else None
+        return NoSignal.EQUAL if self.group_baseline and rewards_equal(group) else None
+
+    def counts(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """How many of a step's groups have no signal, a metric for each cause."""
+        causes = Counter(self.why_none(group) for group in groups)
+        return {no_signal_name(cause): float(causes[cause]) for cause in NoSignal}
+
+
+def rewards_equal(group: RolloutGroup) -> bool:
+    """Whether every valid answer has the same reward."""
+    return len({r.reward.value for r in group.valid if isinstance(r.reward, Scored)}) == 1
 
 
 class SignalWatch:

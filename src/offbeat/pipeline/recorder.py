@@ -9,6 +9,7 @@ stops training.
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,17 @@ from types import TracebackType
 from typing import Self
 
 from offbeat.checkpoint.snapshot import Counts
+from offbeat.observe.ledger import Breach, EventKind
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.memory import process_tree_peaks
 from offbeat.observe.metrics import StepRecord, dropped_name
 from offbeat.observe.rollouts import RolloutLog
 from offbeat.observe.sinks import SinkSet
 from offbeat.observe.spans import Span, SpanLog, SpanName
-from offbeat.observe.summary import RunStatus, RunTotals, Summary
+from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals, Summary
 from offbeat.pipeline.ledger import Ledger, TrainedGroup
+from offbeat.pipeline.no_signal import rewards_equal
+from offbeat.pipeline.update_record import UpdateRecord
 from offbeat.types import (
     DropReason,
     GeneratorStats,
@@ -36,6 +40,8 @@ from offbeat.types import (
     StepReport,
     StopReason,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -71,8 +77,15 @@ class Recorder:
         self._dropped: dict[DropReason, int] = dict(counts.dropped)
         self._admitted = counts.admitted
         self._restarts = counts.restarts
+        self._failed_saves = counts.failed_saves
+        self._failed_snapshots = counts.failed_snapshots
+        self._last_failure: str | None = None
         # Of rollouts that were trained on and are not written yet.
         self._advantages: dict[tuple[GroupId, int], float] = {}
+        # Of steps that are not written yet.
+        self._updates: dict[int, UpdateRecord] = {}
+        self._max_staleness = None if setup is None else setup.max_staleness
+        self._breaches: set[Breach] = set()
         self.totals = RunTotals(time.monotonic(), earlier, setup=setup)
 
     @property
@@ -83,7 +96,13 @@ class Recorder:
     @property
     def counts(self) -> Counts:
         """What was counted since the last call of ``step_metrics``."""
-        return Counts(admitted=self._admitted, dropped=dict(self._dropped), restarts=self._restarts)
+        return Counts(
+            admitted=self._admitted,
+            dropped=dict(self._dropped),
+            restarts=self._restarts,
+            failed_saves=self._failed_saves,
+            failed_snapshots=self._failed_snapshots,
+        )
 
     # Groups
 
@@ -111,9 +130,51 @@ class Recorder:
         """The groups of a step were trained on."""
         self._ledger.step_trained([_tokens_of(g) for g in groups], step, start)
 
+    # What goes wrong and is mended
+
     def restarted(self, name: str, why: str) -> None:
         """A generator's process was lost and is being replaced."""
         self._restarts += 1
+        self._ledger.event(EventKind.RESTART, _first_line(why), subject=name)
+
+    def reply_lost(self, name: str, why: str) -> None:
+        """A reply of a generator was lost, and came when it was asked for again."""
+        self._ledger.event(EventKind.LOST_REPLY, _first_line(why), subject=name)
+
+    def reward_worker_replaced(self, why: str) -> None:
+        """A reward process ended because of ``why``, and another took its place."""
+        self._ledger.event(EventKind.REWARD_WORKER, why)
+
+    def reward_lost(self, why: str) -> None:
+        """A reward is missing because of the clock or of a dead process."""
+        self.broken(Breach.REWARD, f"a reward is missing: {why}")
+
+    def broken(self, breach: Breach, why: str, *, group_id: GroupId | None = None) -> None:
+        """What happened keeps the run from being repeated bit for bit, if that was promised.
+
+        Args:
+            why: for a person; equal where nothing but the group differs.
+        """
+        if self._max_staleness != 0:
+            return
+        self._ledger.event(
+            EventKind.DETERMINISM, _first_line(why), subject=breach, group_id=group_id
+        )
+        if breach not in self._breaches:
+            self._breaches.add(breach)
+            log.warning("this run cannot be repeated bit for bit any more: %s", why)
+
+    # Saves
+
+    def save_failed(self, why: str) -> None:
+        """A model folder was not saved, and training goes on."""
+        self._failed_saves += 1
+        self._last_failure = why
+
+    def snapshot_failed(self, why: str) -> None:
+        """A snapshot was not written, and training goes on."""
+        self._failed_snapshots += 1
+        self._last_failure = why
 
     # Spans
 
@@ -150,11 +211,14 @@ class Recorder:
     ) -> dict[str, float]:
         """Metrics of a step from its groups and the trainer's report, under their names.
 
-        Counts of groups admitted and dropped, and of restarts, are those since the last call.
+        Counts of groups admitted and dropped, of restarts and of failed saves are those since the
+        last call.
         """
         dropped, self._dropped = self._dropped, {}
         admitted, self._admitted = self._admitted, 0
         restarts, self._restarts = self._restarts, 0
+        saves, self._failed_saves = self._failed_saves, 0
+        snapshots, self._failed_snapshots = self._failed_snapshots, 0
         self._advantages |= _advantages(groups, report)
         return {
             **report.metrics,
@@ -163,8 +227,14 @@ class Recorder:
             "groups/trained_count": float(len(groups)),
             "groups/dropped_count": float(sum(dropped.values())),
             "generate/restarts_count": float(restarts),
+            "save/failed_count": float(saves),
+            "snapshot/failed_count": float(snapshots),
             **{dropped_name(reason): float(n) for reason, n in dropped.items()},
         }
+
+    def updated(self, step: int, update: UpdateRecord) -> None:
+        """How the weights of ``step`` came about: goes beside its rollouts."""
+        self._updates[step] = update
 
     async def write(self, record: StepRecord, groups: Sequence[RolloutGroup] = ()) -> None:
         """Write a finished step behind; waits only for the step before it to be on disk."""
@@ -174,9 +244,10 @@ class Recorder:
         await self.flush()
         places = [(g.prompt.group_id, r.sibling) for g in groups for r in g.rollouts]
         advantages = {p: self._advantages.pop(p) for p in places if p in self._advantages}
+        update = self._updates.pop(record.step, None)
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(
-            self._disk, self._write, record, tuple(groups), advantages
+            self._disk, self._write, record, tuple(groups), advantages, update
         )
 
     def _write(
@@ -184,17 +255,22 @@ class Recorder:
         record: StepRecord,
         groups: Sequence[RolloutGroup],
         advantages: Mapping[tuple[GroupId, int], float],
+        update: UpdateRecord | None,
     ) -> None:
         self._sinks.record(record)
         self._spans.flush()
         if groups:
-            self._rollouts.write(record.step, groups, advantages)
+            text = None if update is None else update.to_json()
+            self._rollouts.write(record.step, groups, advantages, text)
 
     async def flush(self) -> None:
         """Wait until everything handed to ``write`` is on disk."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is not None:
-            await writing
+            await asyncio.wait([writing])  # not the future itself: other tasks wait for it too
+            if self._writing is writing:
+                self._writing = None  # its error is told by who waits now, and not again
+            writing.result()
 
     def summary(self, status: RunStatus, error: str | None = None) -> Summary:
         """The run as it stands."""
@@ -203,6 +279,12 @@ class Recorder:
             status=status,
             groups=self._ledger.totals(),
             tokens=self._ledger.tokens(),
+            events=self._ledger.events(),
+            failed=FailedSaves(
+                models=self._failed_saves,
+                snapshots=self._failed_snapshots,
+                last=self._last_failure,
+            ),
             error=error,
         )
 
@@ -219,6 +301,11 @@ class Recorder:
             self._disk.shutdown()
             self._spans.flush()
             self._sinks.close()
+
+
+def _first_line(text: str) -> str:
+    """Without the end of a log, which differs each time."""
+    return text.partition("; end of ")[0].splitlines()[0]
 
 
 def _advantages(
@@ -247,9 +334,6 @@ def _group_metrics(groups: Sequence[RolloutGroup], live: PolicyVersion) -> dict[
     lags = [live - g.admission_version for g in groups]
     cut = [r.turns[-1].completion.stop_reason is StopReason.LENGTH for r in rollouts]
     mixed = [len(c.versions) > 0 and c.versions.min() != c.versions.max() for c in completions]
-    flat = [
-        len({r.reward.value for r in g.valid if isinstance(r.reward, Scored)}) == 1 for g in groups
-    ]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -257,7 +341,7 @@ def _group_metrics(groups: Sequence[RolloutGroup], live: PolicyVersion) -> dict[
         "reward/max": max(rewards),
         "reward/valid_fraction": len(rewards) / len(rollouts),
         "reward/invalid_count": float(len(rollouts) - len(rewards)),
-        "reward/zero_std_fraction": statistics.fmean(flat),
+        "reward/zero_std_fraction": statistics.fmean(map(rewards_equal, groups)),
         "lag/group_mean": statistics.fmean(lags),
         "lag/group_max": float(max(lags)),
         "generate/length_tokens": statistics.fmean(lengths),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint import snapshot as snapshots
-from offbeat.checkpoint.folders import set_aside
+from offbeat.checkpoint.folders import CHECKPOINTS, set_aside
 from offbeat.checkpoint.snapshot import RunState, Snapshot, newest_snapshot
 from offbeat.config import RunConfig, load, to_mapping, to_yaml
 from offbeat.errors import CheckpointError, ConfigError, boundary
@@ -178,7 +178,7 @@ def continue_run(run_dir: Path, ledger: Ledger) -> Continuation:
         step, open_groups, next_group = run.step, run.open_groups, run.next_group_id
     with boundary(CheckpointError, f"set aside what {run_dir} holds of later steps"):
         earlier = supersede(run_dir, after_step=step, attempt=ended)
-        for folder in ("checkpoints", snapshots.FOLDER):
+        for folder in (CHECKPOINTS, snapshots.FOLDER):
             set_aside(run_dir / folder, after_step=step, attempt=ended)
     attempt = ledger.begin_attempt(open_groups=open_groups, next_group_id=next_group)
     if found is None:
@@ -194,8 +194,8 @@ def continue_run(run_dir: Path, ledger: Ledger) -> Continuation:
     return Continuation(snapshot=found, earlier=earlier)
 
 
-def warn_of_other_machine(before: Environment, now: Environment) -> None:
-    """Say once what makes the bits of this attempt differ from those of an uninterrupted run."""
+def machine_changes(before: Environment, now: Environment) -> list[str]:
+    """What of it decides over bits and is not the same."""
     changes = [
         f"{name} was {getattr(before, name)!r}, is {getattr(now, name)!r}"
         for name in ("torch", "threads", "processor")
@@ -206,9 +206,4 @@ def warn_of_other_machine(before: Environment, now: Environment) -> None:
         for what, name in (("build options of torch", "build"), ("CPU's instructions", "cpu_flags"))
         if getattr(before, name) != getattr(now, name)
     ]
-    if changes:
-        log.warning(
-            "the snapshot was taken elsewhere (%s): from here on results may differ in their last "
-            "bits from those of an uninterrupted run",
-            "; ".join(changes),
-        )
+    return changes

@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from pathlib import Path
 
 from offbeat.checkpoint import snapshot
-from offbeat.checkpoint.background import SaveMode
+from offbeat.checkpoint.folders import CHECKPOINTS
 from offbeat.checkpoint.saver import Saver, SaveSchedule, ScheduleState
-from offbeat.checkpoint.snapshot import RunState, Snapshots
+from offbeat.checkpoint.snapshot import RunState, Snapshot, Snapshots
 from offbeat.config import (
     ActorConfig,
     EvaluatorConfig,
@@ -57,6 +57,7 @@ from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.launch.scheduler import make_scheduler
 from offbeat.observe import liveness
 from offbeat.observe.console import console_sink
+from offbeat.observe.ledger import Breach
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.sinks import JsonlSink, SinkSet
 from offbeat.observe.summary import RunStatus, Summary
@@ -73,18 +74,21 @@ from offbeat.pipeline.resume import (
     continue_run,
     is_complete,
     is_unfinished,
+    machine_changes,
     named_after,
     nothing_to_continue,
     rewrite_config,
     run_to_continue,
-    warn_of_other_machine,
 )
+from offbeat.pipeline.save_policy import ModelSaves, SavePolicy, SnapshotSaves
 from offbeat.pipeline.snapshots import SnapshotTaker
 from offbeat.pipeline.staleness import Policy
+from offbeat.pipeline.update_record import UpdateRecorder
 from offbeat.protocols import Generator, Sink
 from offbeat.rollout.reward_given import record
 from offbeat.train import client as train_client
 from offbeat.train.client import RemoteTrainer, Restore, TrainerSpec
+from offbeat.types import Environment
 
 log = logging.getLogger(__name__)
 
@@ -288,15 +292,19 @@ class PPOTrainer:
         async with AsyncExitStack() as stack:
             door = stack.enter_context(self._door())
             # The reward function first: it fails fastest, and a run without rewards is no run.
+            self.inputs.reward.tell(recorder)
             await stack.enter_async_context(self.inputs.reward)
             scheduler = make_scheduler(self.cfg.scheduler.type.value, self.run_dir / "logs")
             await stack.enter_async_context(scheduler)
-            specs = self._generator_specs()
-            trainer, *workers = await start_all(scheduler, [self._trainer_spec(begun), *specs])
+            specs, of_trainer = self._generator_specs(), self._trainer_spec(begun)
+            threads = self.cfg.trainer_threads(usable_cores(self.cfg.model.path))
+            trainer, *workers = await start_all(
+                scheduler, [trainer_worker(of_trainer, threads), *specs]
+            )
             remote = RemoteTrainer(trainer, update_timeout=UPDATE_TIMEOUT_SECONDS)
+            updates = await UpdateRecorder.begin(of_trainer, remote)
             if begun.snapshot is not None:
-                now = await remote.environment()
-                warn_of_other_machine(begun.snapshot.state.environment, now)
+                _compare_machines(recorder, begun.snapshot, updates.environment)
             weights_gate = asyncio.Lock()
             generators = [
                 await stack.enter_async_context(
@@ -305,19 +313,28 @@ class PPOTrainer:
                 for worker, spec in zip(workers, specs, strict=True)
             ]
             replicas = {g.name: g for g in generators}
-            _report_engine(await generators[0].info())
-            saver = await self._saver()
-            if saver is not None:
-                await stack.enter_async_context(saver)
+            infos = [await g.info() for g in generators]
+            _report_engine(infos[0])
+            if why := why_not_repeatable(infos):
+                recorder.broken(Breach.ENGINE, why)
+            saver = await stack.enter_async_context(self._saver(recorder))
             snapshots = None
             if not self._schedule(self.cfg.recover).is_off:
-                written = await stack.enter_async_context(self._snapshots())
-                snapshots = SnapshotTaker(written, remote, recorder)
+                written = await stack.enter_async_context(self._snapshots(recorder))
+                snapshots = SnapshotTaker(written, remote, recorder, saver)
             router = Router(generators)
             if door is not None:
                 await stack.enter_async_context(self._gateway(router, door))
             loop = self._loop(
-                recorder, remote, replicas, router, saver, snapshots, weights_gate, begun.state
+                recorder,
+                remote,
+                replicas,
+                router,
+                saver,
+                snapshots,
+                weights_gate,
+                updates,
+                begun.state,
             )
             patience = self.cfg.rollout.stall_seconds
             watched = while_alive([trainer], heartbeat_seconds=patience)
@@ -343,6 +360,7 @@ class PPOTrainer:
             heartbeat_seconds=c.heartbeat_seconds,
             max_restarts=c.max_restarts,
             on_restart=recorder.restarted,
+            on_lost_reply=recorder.reply_lost,
         )
 
     def _door(self) -> AbstractContextManager[socket.socket | None]:
@@ -364,9 +382,9 @@ class PPOTrainer:
             log.info("the model answers while it trains: %s, model %s", url, name)
             yield
 
-    def _trainer_spec(self, begun: Continuation) -> WorkerSpec:
-        cfg, found = self.cfg, begun.snapshot
-        spec = TrainerSpec(
+    def _trainer_spec(self, begun: Continuation) -> TrainerSpec:
+        cfg = self.cfg
+        return TrainerSpec(
             model_path=cfg.model.path,
             dtype=cfg.model.dtype,
             device=cfg.model.device,
@@ -376,40 +394,45 @@ class PPOTrainer:
             total_steps=self.inputs.steps,
             actor=cfg.actor,
             onednn_linears=cfg.model.onednn_linears,
-            restore=None
-            if found is None
-            else Restore(
-                path=str(found.tensors),
-                version=found.state.run.version,
-                optimizer_steps=found.state.optimizer_steps,
-            ),
-        )
-        return WorkerSpec(
-            name="trainer",
-            target=train_client.TARGET,
-            payload=encode(spec),
-            threads=cfg.trainer_threads(usable_cores(cfg.model.path)),
+            snapshots=not self._schedule(cfg.recover).is_off,
+            restore=None if begun.snapshot is None else place_of(begun.snapshot),
         )
 
     def _generator_specs(self) -> list[WorkerSpec]:
         threads = self.cfg.generator_threads(usable_cores(self.cfg.model.path))
         return generator_specs(self.cfg, self.inputs.max_len, threads)
 
-    async def _saver(self) -> Saver | None:
-        c = self.cfg.saver
+    @asynccontextmanager
+    async def _saver(self, recorder: Recorder) -> AsyncIterator[ModelSaves | None]:
+        """None when nothing is ever saved. At the end of a run the save in flight is waited for."""
+        c, directory = self.cfg.saver, self.run_dir / CHECKPOINTS
         if self._schedule(c).is_off and not c.at_end:
-            return None
-        return await Saver.open(
-            mode=SaveMode(self.cfg.saver.mode.value),
-            checkpoints_dir=self.run_dir / "checkpoints",
+            yield None
+            return
+        opening = Saver.open(
+            mode=self.cfg.saver.mode,
+            checkpoints_dir=directory,
             template_dir=Path(self.cfg.model.path),
             keep_last=c.keep_last,
+            keep_every=c.keep_every,
         )
+        policy = SavePolicy("saver", c.on_error, directory, recorder.save_failed)
+        async with await opening as saver:
+            saves = ModelSaves(saver, policy, last_step=self.inputs.steps)
+            yield saves
+            await saves.wait()
 
-    def _snapshots(self) -> Snapshots:
+    @asynccontextmanager
+    async def _snapshots(self, recorder: Recorder) -> AsyncIterator[SnapshotSaves]:
+        """At the end of a run the snapshot in flight is waited for."""
+        c, directory = self.cfg.recover, self.run_dir / snapshot.FOLDER
         ledger = self.run_dir / "run.db"
         needs = (ledger, ledger.with_name("run.db-wal"), self.run_dir / "metrics.jsonl")
-        return Snapshots(self.run_dir / snapshot.FOLDER, needs=needs, keep=self.cfg.recover.keep)
+        policy = SavePolicy("recover", c.on_error, directory, recorder.snapshot_failed)
+        async with Snapshots(directory, needs=needs, keep=c.keep) as snapshots:
+            saves = SnapshotSaves(snapshots, policy)
+            yield saves
+            await saves.ready()
 
     def _loop(
         self,
@@ -417,9 +440,10 @@ class PPOTrainer:
         trainer: RemoteTrainer,
         replicas: Mapping[str, Generator],
         router: Router,
-        saver: Saver | None,
+        saver: ModelSaves | None,
         snapshots: SnapshotTaker | None,
         weights_gate: asyncio.Lock,
+        updates: UpdateRecorder,
         start: RunState | None,
     ) -> Loop:
         cfg, inputs = self.cfg, self.inputs
@@ -463,6 +487,7 @@ class PPOTrainer:
             saver=saver,
             weights_gate=weights_gate,
             snapshots=snapshots,
+            updates=updates,
             start=start,
         )
 
@@ -569,6 +594,22 @@ def _reward_log(run_dir: Path) -> Path:
     return run_dir / "logs" / "rewards.log"
 
 
+def trainer_worker(spec: TrainerSpec, threads: int) -> WorkerSpec:
+    """The process of a trainer."""
+    return WorkerSpec(
+        name="trainer", target=train_client.TARGET, payload=encode(spec), threads=threads
+    )
+
+
+def place_of(found: Snapshot) -> Restore:
+    """Where a trainer goes on that is restored from ``found``."""
+    return Restore(
+        path=str(found.tensors),
+        version=found.state.run.version,
+        optimizer_steps=found.state.optimizer_steps,
+    )
+
+
 def generator_specs(cfg: RunConfig, max_len: int, threads: int) -> list[WorkerSpec]:
     """The generators of ``cfg.model``, each with so many CPU threads."""
     spec = GeneratorSpec(
@@ -610,6 +651,28 @@ async def start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[W
     except BaseExceptionGroup as errors:
         raise true_cause(errors) from errors
     return [t.result() for t in tasks]
+
+
+def _compare_machines(recorder: Recorder, taken: Snapshot, now: Environment) -> None:
+    """A resumed run has other bits than an uninterrupted one where these differ."""
+    changes = machine_changes(taken.state.environment, now)
+    if changes:
+        recorder.broken(Breach.MACHINE, f"it was resumed elsewhere: {'; '.join(changes)}")
+
+
+def why_not_repeatable(infos: Sequence[EngineInfo]) -> str:
+    """Why generators that say this of themselves may not write the same bits twice, or nothing."""
+    first = infos[0]
+    if (first.device, first.dtype) != ("cpu", "float32"):
+        return f"answers are computed in {first.dtype} on {first.device}, not in float32 on a CPU"
+    if any(info != first for info in infos):
+        return "the generators do not compute alike (threads, oneDNN or agreement differ)"
+    if not first.bitwise:
+        return (
+            f"cached decode and training pass agree to {first.max_error:.0e} nats only, so an "
+            "answer may depend on what is computed beside it"
+        )
+    return ""
 
 
 def _report_engine(info: EngineInfo) -> None:

@@ -20,7 +20,13 @@ from typing import Self, cast
 from offbeat.errors import WorkerError
 from offbeat.rollout.reward_failures import FailureLog
 from offbeat.rollout.reward_group import GroupRewards, Judge, summed, together
-from offbeat.rollout.reward_pool import RewardCounters, RewardFailure, RewardPool
+from offbeat.rollout.reward_pool import (
+    RewardCounters,
+    RewardFailure,
+    RewardPool,
+    RewardWatch,
+    Unwatched,
+)
 from offbeat.rollout.reward_source import RewardPart, RewardSource, load_order
 from offbeat.rollout.signatures import RewardInput
 from offbeat.types import Reward
@@ -106,6 +112,7 @@ class AsyncRewardWrapper:
         self._on_call = on_call
         self._counters = RewardCounters()
         self._failures = FailureLog()
+        self._watch: RewardWatch = Unwatched()
         self._lease: _Lease | None = None
         self._closed = False
 
@@ -156,6 +163,10 @@ class AsyncRewardWrapper:
         """Where the answers of one group are scored, each as it comes. Raises as a call does."""
         return GroupRewards(await self._judges(), self._on_call)
 
+    def tell(self, watch: RewardWatch) -> None:
+        """Have ``watch`` hear of processes and calls that are lost, of functions started after."""
+        self._watch = watch
+
     async def start(self) -> None:
         """Load the functions now instead of at the first call. Raises as ``__call__`` does."""
         await together([judge.pool.start() for judge in await self._judges()])
@@ -196,5 +207,6 @@ class AsyncRewardWrapper:
             workers=self._workers,
             log_path=self._log_path,
             counters=self._counters,
+            watch=self._watch,
         )
         return Judge(part=part, pool=pool, failures=self._failures)

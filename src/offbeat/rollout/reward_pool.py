@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import cloudpickle
 
@@ -63,6 +63,24 @@ class RewardCounters:
     restarts: int = 0
 
 
+class RewardWatch(Protocol):
+    """Hears what a run has to remember of its reward processes."""
+
+    def reward_worker_replaced(self, why: str) -> None:
+        """A process was started in place of another, which ended because of ``why``."""
+
+    def reward_lost(self, why: str) -> None:
+        """A call has no reward because of the clock or of a dead process: next time it may."""
+
+
+class Unwatched:
+    """A `RewardWatch` of who remembers nothing."""
+
+    def reward_worker_replaced(self, why: str) -> None: ...
+
+    def reward_lost(self, why: str) -> None: ...
+
+
 class _Place:
     """Room for one process: empty, or holding one that may be dead by now."""
 
@@ -80,13 +98,6 @@ def _failure(failed: Failed) -> RewardFailure:
     return RewardFailure(error=failed.error, reason=failed.reason, traceback=failed.traceback)
 
 
-def _died_twice(lost: Lost) -> RewardFailure:
-    return RewardFailure(
-        error="WorkerError",
-        reason=f"lost twice with processes that ended because of other jobs: {lost.reason}",
-    )
-
-
 class RewardPool:
     """Calls one function in killable processes; see the module's docstring for the rules.
 
@@ -98,6 +109,7 @@ class RewardPool:
             stderr.
         start_seconds: how long a process may take to import the function.
         counters: totals to go on counting in.
+        watch: told of processes and calls that are lost.
 
     Raises:
         ConfigError: an argument out of range.
@@ -112,12 +124,14 @@ class RewardPool:
         log_path: Path | None = None,
         start_seconds: float = START_SECONDS,
         counters: RewardCounters | None = None,
+        watch: RewardWatch | None = None,
     ):
         if not timeout_seconds > 0:
             raise ConfigError(f"rollout.reward_timeout_seconds: {timeout_seconds} must be > 0")
         if workers < 1:
             raise ConfigError(f"reward workers: {workers} must be at least 1")
         self.counters = counters if counters is not None else RewardCounters()
+        self._watch = watch if watch is not None else Unwatched()
         self._load = load
         self._loaded: Loaded | None = None
         self._timeout_seconds = timeout_seconds
@@ -195,13 +209,16 @@ class RewardPool:
         outcome = await self._attempt(pickled)
         if isinstance(outcome, Lost):
             outcome = await self._attempt(pickled)
-        return _died_twice(outcome) if isinstance(outcome, Lost) else outcome
+        if isinstance(outcome, Lost):
+            why = f"lost twice with processes that ended because of other jobs: {outcome.reason}"
+            return self._lost("WorkerError", why)
+        return outcome
 
     async def aclose(self) -> None:
         """Kill every process and wait until it is reaped; calls still open raise WorkerError."""
         self._closed = True
         for process in self._unreaped:
-            process.kill()
+            process.kill("the pool was closed")
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._settle()
@@ -251,6 +268,7 @@ class RewardPool:
         self._unreaped = {process for process in self._unreaped if not process.reaped}
         if place.process is not None:
             self.counters.restarts += 1
+            self._watch.reward_worker_replaced(place.process.ended_by)
         with boundary(WorkerError, "starting a reward process"):
             process = await RewardProcess.spawn(self._load, self._log_path)
         place.process = process
@@ -262,10 +280,10 @@ class RewardPool:
             self._broken = exc
             raise
         except WorkerError as exc:
-            process.kill()
+            process.kill("it could not start")
             self._note_failed_start(exc)
         except asyncio.CancelledError:
-            process.kill()
+            process.kill("its start was cancelled")
             raise
         else:
             self._failed_starts = 0
@@ -315,11 +333,9 @@ class RewardPool:
             if isinstance(last, Lost) and not last.blamed:
                 return last  # another job held the event loop: this one was never given its time
         else:
-            process.kill()
+            process.kill(f"a call took longer than {self._timeout_seconds:g} s")
         self.counters.timeouts += 1
-        return RewardFailure(
-            error="RewardTimeout", reason=f"timed out after {self._timeout_seconds:g} s"
-        )
+        return self._lost("RewardTimeout", f"timed out after {self._timeout_seconds:g} s")
 
     def _outcome(self, ending: Ending) -> Answer | Answers | RewardFailure | Lost:
         if isinstance(ending, Answer | Answers):
@@ -330,4 +346,8 @@ class RewardPool:
             return RewardFailure(
                 error="CancelledError", reason="the reward function canceled itself"
             )
-        return RewardFailure(error="WorkerError", reason=ending.reason) if ending.blamed else ending
+        return self._lost("WorkerError", ending.reason) if ending.blamed else ending
+
+    def _lost(self, error: str, reason: str) -> RewardFailure:
+        self._watch.reward_lost(reason)
+        return RewardFailure(error=error, reason=reason)

@@ -187,6 +187,8 @@ class RewardProcess:
         self._log_path = log_path
         self.pid = transport.get_pid()
         self.alive = True
+        self.ended_by = ""
+        """Why it is not alive any more."""
         self.loaded: Loaded | None = None
         board.exited.add_done_callback(self._on_exit)
         board.unlinked.add_done_callback(self._on_unlinked)
@@ -237,7 +239,7 @@ class RewardProcess:
             if isinstance(message, Loaded):
                 self.loaded = message
                 return
-            self.kill()
+            self.kill("it could not load the reward function")
             error = ConfigError(message.reason)
             if message.traceback:
                 error.add_note(f"in the reward process:\n{message.traceback.rstrip()}")
@@ -246,7 +248,7 @@ class RewardProcess:
             what = f"died: {_exit_text(self._board.exited.result())}"
         else:
             what = f"did not load the reward function within {seconds:g} s"
-        self.kill()
+        self.kill(what)
         raise WorkerError(f"reward process {self.pid} {what}; {_tail(self._log_path)}")
 
     @property
@@ -272,7 +274,7 @@ class RewardProcess:
     def abandon(self, job: int) -> None:
         """End a job that nobody waits for any more, without waiting: now, or after the grace."""
         if not self.concurrent:
-            self.kill()
+            self.kill("its call was cancelled")
             return
         self.cancel(job)
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self.kill_blocked, job)
@@ -285,11 +287,11 @@ class RewardProcess:
         blame = running if running in self._board.jobs else job
         reason = f"blocked the event loop of its reward process for more than {GRACE_SECONDS:g} s"
         self._board.lose_all(blame, f"{reason}; make it a plain (not async) function")
-        self.kill()
+        self.kill(reason)
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
         """Kill the whole process group now; jobs still open are lost and nobody is blamed."""
-        self.alive = False
+        self._end(why)
         self._board.lose_all(0, "the reward process was killed")
         if not self._board.exited.done():
             self._kill_group()
@@ -302,6 +304,10 @@ class RewardProcess:
     def reaped(self) -> bool:
         return self._board.exited.done() and self._board.unlinked.done()
 
+    def _end(self, why: str) -> None:
+        self.alive = False
+        self.ended_by = self.ended_by or why
+
     def _send(self, message: ToWorker) -> None:
         self._link.write(frame(message))
 
@@ -310,10 +316,11 @@ class RewardProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _on_exit(self, exited: asyncio.Future[int]) -> None:
-        self.alive = False
+        died = f"reward process died: {_exit_text(exited.result())}"
+        self._end(died)
         self._kill_group()  # what the function started outlives its leader otherwise
         (running,) = CELL.unpack_from(self._cell)
-        self._board.lose_all(running, f"reward process died: {_exit_text(exited.result())}")
+        self._board.lose_all(running, died)
         self._cell.close()
         self._link.abort()
         self._transport.close()
@@ -322,4 +329,4 @@ class RewardProcess:
         # A child without its socket is on its way out; the delay lets it report its own exit code.
         self.alive = False
         if not self._board.exited.done():
-            asyncio.get_running_loop().call_later(GRACE_SECONDS, self.kill)
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self.kill, "it closed its socket")

@@ -1,4 +1,4 @@
-"""From rollouts to training rows: the one conversion.
+"""From rollouts to training rows: the one conversion, and the same from rollouts on disk.
 
 Owns which tokens are trained on: those that the policy wrote, in any turn, told by who wrote them
 and never by the token's value. Knows no advantages and no batches.
@@ -6,9 +6,12 @@ and never by the token's value. Knows no advantages and no batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from offbeat.errors import RolloutError
+from offbeat.observe.rollouts import RolloutRow
 from offbeat.types import (
     BoolArray,
     FloatArray,
@@ -88,3 +91,24 @@ def to_samples(group: RolloutGroup) -> list[TrainSample]:
         for rollout in group.rollouts
         if isinstance(rollout.reward, Scored)
     ]
+
+
+def recorded_samples(rows: Iterable[RolloutRow]) -> list[TrainSample]:
+    """The rows that ``to_samples`` made of the rollouts in ``rows``: the same bits, in the same
+    order.
+    """
+    return [_recorded(row, row.reward) for row in rows if row.reward is not None]
+
+
+def _recorded(row: RolloutRow, reward: float) -> TrainSample:
+    read = len(row.prompt_ids)
+    return TrainSample(
+        group_id=row.group_id,
+        sibling=row.sibling,
+        tokens=np.concatenate([row.prompt_ids, row.token_ids]),
+        loss_mask=np.concatenate([np.zeros(read, dtype=np.bool_), row.loss_mask]),
+        behave_logp=np.concatenate([np.zeros(read, dtype=np.float32), row.logprobs]),
+        versions=np.concatenate([np.full(read, -1, dtype=np.int64), row.versions]),
+        reward=reward,
+        truncated=row.stop_reason is StopReason.LENGTH,
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,10 +113,17 @@ class PPOActor:
         """The engine holds the restored weights of ``version``: the next update follows it."""
         self.version = version
 
-    def update(self, samples: Sequence[TrainSample], produce: PolicyVersion) -> StepReport:
+    def update(
+        self,
+        samples: Sequence[TrainSample],
+        produce: PolicyVersion,
+        *,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> StepReport:
         """Train on ``samples`` and produce version ``produce``.
 
-        The same call again returns the stored report.
+        The same call again returns the stored report. ``before_step`` is called before each
+        optimizer step: until it returns, what training changes may be read by another thread.
 
         Raises:
             WeightSyncError: ``produce`` is not the next version, or a token is newer than the
@@ -137,8 +144,7 @@ class PPOActor:
         # What an update that raised before its optimizer step has left there.
         self._engine.discard_gradient()
         step, minibatches = self._prepare(samples, produce)
-        for rows in minibatches:
-            self._minibatch(step, rows)
+        waited = sum(self._minibatch(step, rows, before_step) for rows in minibatches)
         self.version, self._torn = produce, False
         self._last = StepReport(
             version=produce,
@@ -148,6 +154,7 @@ class PPOActor:
             ended=time.monotonic(),
             metrics=step.sums.metrics(step.batch, produce),
             advantages=_row_means(step.batch, step.advantage),
+            staging_seconds=waited,
         )
         return self._last
 
@@ -259,13 +266,18 @@ class PPOActor:
 
     # Minibatches
 
-    def _minibatch(self, step: _Step, rows: list[int]) -> None:
-        """Accumulate over the micro-batches of ``rows``, then take one optimizer step."""
+    def _minibatch(self, step: _Step, rows: list[int], before_step: Callable[[], None]) -> float:
+        """Accumulate over the micro-batches of ``rows``, then take one optimizer step; returns the
+        seconds that ``before_step`` took.
+        """
         tokens = int(step.batch.row_tokens[torch.tensor(rows)].sum())
         counts = _Counts(tokens=tokens, rows=len(rows))
         for micro_rows in self._micro_batches(step.batch, rows):
             self._micro_batch(step, micro_rows, counts)
         self._check_recorded(step)
+        asked = time.monotonic()
+        before_step()
+        waited = time.monotonic() - asked
         rate, torn = self._engine.learning_rate, self._torn
         self._torn = True
         try:
@@ -277,6 +289,7 @@ class PPOActor:
                 f"{exc}, producing version {step.produce} from groups {_few(groups)}"
             ) from exc
         step.sums.stepped(norm, rate)
+        return waited
 
     def _micro_batch(self, step: _Step, rows: list[int], counts: _Counts) -> None:
         """Forward and backward of one micro-batch."""

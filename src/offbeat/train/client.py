@@ -37,7 +37,8 @@ class TrainerSpec:
     ``dtype`` is what matrix products are computed in (weights and optimizer state are float32);
     ``onednn_linears``: see ``ModelConfig``;
     ``temperature`` and ``max_new_tokens`` are the rollouts'; ``total_steps`` is the number of
-    updates of the run (learning-rate schedule); ``restore`` is what a resumed run goes on from.
+    updates of the run (learning-rate schedule); ``restore`` is what a resumed run goes on from;
+    ``snapshots``: there will be some, so that memory for them is made early.
     """
 
     model_path: str
@@ -50,6 +51,7 @@ class TrainerSpec:
     actor: ActorConfig
     onednn_linears: bool | None = None
     restore: Restore | None = None
+    snapshots: bool = False
 
 
 class RemoteTrainer:
@@ -72,6 +74,11 @@ class RemoteTrainer:
 
     async def publish(self) -> WeightUpdate:
         return await self._client.call("publish", returns=WeightUpdate, timeout=self._timeout)
+
+    async def begin_snapshot(self) -> PolicyVersion:
+        return await self._client.call(
+            "begin_snapshot", returns=PolicyVersion, timeout=self._timeout
+        )
 
     async def snapshot(self) -> TrainerState:
         return await self._client.call("snapshot", returns=TrainerState, timeout=self._timeout)

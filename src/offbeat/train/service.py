@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 
 import torch
 
@@ -37,7 +37,7 @@ from offbeat.weights.memory import MemoryPublisher
 class TrainerService:
     """Serves one actor. Create with ``open_service``."""
 
-    METHODS = ("update", "publish", "snapshot", "environment")
+    METHODS = ("update", "publish", "begin_snapshot", "snapshot", "environment")
 
     def __init__(
         self,
@@ -45,15 +45,25 @@ class TrainerService:
         publisher: MemoryPublisher,
         state: StateCopy,
         executor: ThreadPoolExecutor,
+        *,
+        snapshots: bool,
     ) -> None:
         self._actor = actor
         self._publisher = publisher
         self._state = state
         self._executor = executor
+        self._unprepared = snapshots
 
     async def update(self, batch: BlobRef, produce: PolicyVersion) -> StepReport:
         def work() -> StepReport:
-            return self._actor.update(decode(read_blob(batch), list[TrainSample]), produce)
+            samples = decode(read_blob(batch), list[TrainSample])
+            report = self._actor.update(
+                samples, produce, before_step=self._state.maybe_wait_for_staging
+            )
+            if self._unprepared:  # now the optimizer has its moments
+                self._unprepared = False
+                self._state.prepare()
+            return report
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
@@ -63,15 +73,20 @@ class TrainerService:
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    async def begin_snapshot(self) -> PolicyVersion:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._state.begin)
+
     async def snapshot(self) -> TrainerState:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._state.take)
+        return await asyncio.wrap_future(self._state.staged)
 
     async def environment(self) -> Environment:
         # Asked of the thread that computes: the number of threads is its own.
         return await asyncio.get_running_loop().run_in_executor(self._executor, environment)
 
 
-def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher, StateCopy]:
+def _load(
+    spec: TrainerSpec, staging: ThreadPoolExecutor
+) -> tuple[PPOActor, MemoryPublisher, StateCopy]:
     device = resolve_device(spec.device)
     compute_dtype = resolve_dtype(spec.dtype, device)
     model = load_model(spec.model_path, dtype=torch.float32, device=device)
@@ -94,15 +109,19 @@ def _load(spec: TrainerSpec) -> tuple[PPOActor, MemoryPublisher, StateCopy]:
     )
     if spec.restore is not None:
         restore(actor, engine, spec.restore)
-    return actor, MemoryPublisher(engine.weights()), StateCopy(actor, engine)
+    return actor, MemoryPublisher(engine.weights()), StateCopy(actor, engine, staging)
 
 
 @asynccontextmanager
 async def open_service(payload: bytes) -> AsyncIterator[TrainerService]:
     """Load the model and serve its actor; ``payload`` is an encoded ``TrainerSpec``."""
     spec = decode(payload, TrainerSpec)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer") as executor:
+    with ExitStack() as stack:
+        executor, staging = (
+            stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
+            for name in ("trainer", "staging")
+        )
         loop = asyncio.get_running_loop()
-        actor, publisher, state = await loop.run_in_executor(executor, _load, spec)
+        actor, publisher, state = await loop.run_in_executor(executor, _load, spec, staging)
         with publisher, closing(state):
-            yield TrainerService(actor, publisher, state, executor)
+            yield TrainerService(actor, publisher, state, executor, snapshots=spec.snapshots)

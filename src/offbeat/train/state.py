@@ -1,15 +1,21 @@
 """The trainer's whole state as one file in memory, and back from a file.
 
-Owns the copy that a snapshot is written from while training goes on: ``copy`` blocks for the time
-of a memory copy and a digest, and the next one overwrites it. Knows no model: an engine names its
-tensors. The only random state of the process is torch's own generator; minibatches are cut by the
-seed and the version.
+Owns the copy that a snapshot is written from while training goes on, and the thread that makes it:
+
+    begin()                     returns at once      … the thread copies, an update computes …
+    maybe_wait_for_staging()    before its optimizer step, which would change what is copied
+    staged                      … the thread takes the digest; then the copy can be read
+
+Knows no model: an engine names its tensors. The only random state of the process is torch's own
+generator; minibatches are cut by the seed and the version.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import threading
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import torch
@@ -20,40 +26,95 @@ from offbeat.errors import CheckpointError, boundary
 from offbeat.train.actor import PPOActor
 from offbeat.train.client import Restore
 from offbeat.train.engine import TrainEngine
-from offbeat.types import Environment, TrainerState
+from offbeat.types import Environment, PolicyVersion, TrainerState
 from offbeat.weights.memory import MemoryPublisher
 
 _RANDOM = "random_state"
 
 
 class StateCopy:
-    """Memory that holds the state of one actor; made at the first ``take``. Close it at the end."""
+    """Memory that holds the state of one actor. Close it at the end, after its thread.
 
-    def __init__(self, actor: PPOActor, engine: TrainEngine) -> None:
+    Args:
+        actor, engine: whose state it is.
+        thread: fills the memory; has one worker.
+    """
+
+    def __init__(self, actor: PPOActor, engine: TrainEngine, thread: Executor) -> None:
         self._actor = actor
         self._engine = engine
         self._random = torch.get_rng_state()
         self._tensors: dict[str, Tensor] = {}
         self._memory: MemoryPublisher | None = None
+        self._thread = thread
+        self._copied = threading.Event()
+        self._copied.set()
+        self._staged: Future[TrainerState] | None = None
 
-    def take(self) -> TrainerState:
-        """Copy the state as it is now, over the copy before.
+    def prepare(self) -> None:
+        """Have the memory made now, in the thread, so that the first copy does not wait for it.
+
+        To be called again when the state has grown: an optimizer has no moments before its first
+        step.
+        """
+        self._thread.submit(self._room_for, self._state())
+
+    def begin(self) -> PolicyVersion:
+        """Begin to copy the state as it is now, over the copy before; returns its version.
 
         Raises:
             TrainingError: the weights are between two versions.
-            WeightSyncError: there is no memory for it.
         """
         version = self._actor.whole_version()
         self._random.copy_(torch.get_rng_state())
-        tensors = {**dict(self._engine.state()), _RANDOM: self._random}
+        self._copied.clear()
+        self._staged = self._thread.submit(
+            self._stage, version, self._state(), self._engine.optimizer_steps, environment()
+        )
+        return version
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return when nothing reads the live state any more. An error of the copy is raised by
+        ``staged``, not here.
+        """
+        self._copied.wait()
+
+    @property
+    def staged(self) -> Future[TrainerState]:
+        """The copy that was begun last; ends with a WeightSyncError when there is no memory.
+
+        Raises:
+            CheckpointError: none was begun.
+        """
+        if self._staged is None:
+            raise CheckpointError("no snapshot of the trainer was begun")
+        return self._staged
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**dict(self._engine.state()), _RANDOM: self._random}
+
+    def _room_for(self, tensors: dict[str, Tensor]) -> MemoryPublisher:
         if self._memory is None or not _same(tensors, self._tensors):
             # A parameter has got its first gradient, and the optimizer its moments.
-            self.close()
+            if self._memory is not None:
+                self._memory.close()
             self._tensors, self._memory = tensors, MemoryPublisher(tensors.items())
+        return self._memory
+
+    def _stage(
+        self,
+        version: PolicyVersion,
+        tensors: dict[str, Tensor],
+        optimizer_steps: int,
+        where: Environment,
+    ) -> TrainerState:
+        try:
+            memory = self._room_for(tensors)
+            memory.fill(version)
+        finally:
+            self._copied.set()
         return TrainerState(
-            tensors=self._memory.publish(version),
-            optimizer_steps=self._engine.optimizer_steps,
-            environment=environment(),
+            tensors=memory.announce(version), optimizer_steps=optimizer_steps, environment=where
         )
 
     def close(self) -> None:

@@ -100,7 +100,9 @@ class MemoryPublisher:
         try:
             # Reserves the pages now: without room we are refused here, not killed at a write.
             os.posix_fallocate(self._fd, 0, self._layout.nbytes)
-            self._memory = mmap.mmap(self._fd, self._layout.nbytes)
+            # The pages fault in now: the first copy costs what every other one does.
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._memory = mmap.mmap(self._fd, self._layout.nbytes, flags=flags)
         except OSError as exc:
             os.close(self._fd)
             raise WeightSyncError(
@@ -116,6 +118,13 @@ class MemoryPublisher:
         Raises:
             WeightSyncError: closed, or a parameter changed its shape or dtype since construction.
         """
+        self.fill(version)
+        return self.announce(version)
+
+    def fill(self, version: PolicyVersion) -> None:
+        """Copy the live parameters, which are ``version``, into the buffer. Raises as
+        ``publish``.
+        """
         if not self._open:
             raise WeightSyncError(f"publish of version {version}: the publisher is closed")
         with torch.no_grad():
@@ -123,6 +132,9 @@ class MemoryPublisher:
                 _require_same(name, self._params[name], target)
             for name, target in self._buffer.items():
                 target.copy_(self._params[name])
+
+    def announce(self, version: PolicyVersion) -> WeightUpdate:
+        """Where the buffer is, as ``version``, and its digest."""
         with memoryview(self._memory) as content:
             digest = digest_of(content)
         return WeightUpdate(

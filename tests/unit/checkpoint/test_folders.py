@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ def test_folder_appears_only_when_its_block_has_ended(tmp_path: Path) -> None:
         (aside / "file").write_text("x")
         assert step_folders(tmp_path) == []
     assert names(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.invariant("I11")
+def test_everything_in_a_folder_is_flushed_before_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, fsync = step_folder(tmp_path, 1), os.fsync
+    was_there: dict[str, bool] = {}
+
+    def watched(fd: int) -> None:
+        was_there[Path(os.readlink(f"/proc/self/fd/{fd}")).name] = final.exists()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with replacing(final) as aside:
+        (aside / "inner").mkdir()
+        (aside / "inner" / "file").write_text("x")
+    assert was_there == {"file": False, "inner": False, aside.name: False, tmp_path.name: True}
 
 
 def test_block_that_raises_leaves_the_previous_folder_and_nothing_else(tmp_path: Path) -> None:
@@ -81,6 +100,14 @@ def test_prune_keeps_the_newest_ones(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000003", "step-000004"]
 
 
+def test_prune_keeps_the_multiples_beside_the_newest(tmp_path: Path) -> None:
+    folders = [make(tmp_path, step) for step in (2, 4, 6, 8, 10, 12)]
+    point_latest(folders[-1])
+    assert prune(tmp_path, 2, keep_every=4) == [folders[2], folders[0]]
+    assert prune(tmp_path, 1, keep_every=4) == [folders[4]]
+    assert names(tmp_path) == ["latest", "step-000004", "step-000008", "step-000012"]
+
+
 def test_prune_never_removes_the_only_good_one_nor_the_target_of_latest(tmp_path: Path) -> None:
     folders = [make(tmp_path, step) for step in (1, 2, 3, 4)]
     for broken in folders[2:]:
@@ -91,9 +118,11 @@ def test_prune_never_removes_the_only_good_one_nor_the_target_of_latest(tmp_path
     assert is_good(folders[1])
 
 
-def test_keep_last_below_one_is_refused(tmp_path: Path) -> None:
+def test_keeping_less_than_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep_last must be at least 1"):
         prune(tmp_path, 0)
+    with pytest.raises(ValueError, match="keep_every must be at least 1"):
+        prune(tmp_path, 1, keep_every=0)
 
 
 def test_sweep_brings_back_an_old_folder_and_removes_what_was_in_progress(tmp_path: Path) -> None:

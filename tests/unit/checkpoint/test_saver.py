@@ -16,14 +16,15 @@ import pytest
 
 from offbeat.checkpoint.folders import latest, step_folder, step_folders
 from offbeat.checkpoint.manifest import is_good, verify
-from offbeat.checkpoint.saver import SaveMode, Saver, SaveSchedule
+from offbeat.checkpoint.saver import Saver, SaveSchedule
+from offbeat.config import AsyncMode
 from offbeat.errors import CheckpointError
 from offbeat.types import WeightUpdate
 
 MakeWeights = Callable[..., WeightUpdate]
 
 
-async def opened(tmp_path: Path, mode: SaveMode = SaveMode.ASYNC, **options: object) -> Saver:
+async def opened(tmp_path: Path, mode: AsyncMode = AsyncMode.ASYNC, **options: object) -> Saver:
     defaults = {"checkpoints_dir": tmp_path / "checkpoints", "template_dir": tmp_path / "template"}
     return await Saver.open(mode=mode, **{"deadline_seconds": 20.0, **defaults, **options})
 
@@ -114,19 +115,19 @@ async def test_sync_and_async_saves_are_equal_byte_for_byte(
 ) -> None:
     update = make_weights(10)
     folders = {}
-    for mode in (SaveMode.SYNC, SaveMode.ASYNC):
+    for mode in (AsyncMode.SYNC, AsyncMode.ASYNC):
         there = tmp_path / mode
         async with await opened(tmp_path, mode, checkpoints_dir=there) as saver:
             await saver.save(update, step=10, config_digest="abc")
         folders[mode] = content(step_folder(there, 10))
-    assert folders[SaveMode.SYNC] == folders[SaveMode.ASYNC]
+    assert folders[AsyncMode.SYNC] == folders[AsyncMode.ASYNC]
     assert verify(step_folder(tmp_path / "sync", 10)).save.config_digest == "abc"
 
 
 async def test_sync_save_is_on_disk_when_it_returns(
     tmp_path: Path, template: Path, make_weights: MakeWeights
 ) -> None:
-    async with await opened(tmp_path, SaveMode.SYNC) as saver:
+    async with await opened(tmp_path, AsyncMode.SYNC) as saver:
         await saver.save(make_weights(1), step=1)
         assert latest(tmp_path / "checkpoints") == step_folder(tmp_path / "checkpoints", 1)
         (report,) = saver.take_reports()
@@ -134,13 +135,14 @@ async def test_sync_save_is_on_disk_when_it_returns(
     assert report.blocked_seconds >= report.background_seconds > 0
 
 
-async def test_source_may_be_overwritten_as_soon_as_an_async_save_returns(
+async def test_source_may_be_overwritten_as_soon_as_it_is_staged(
     tmp_path: Path, template: Path, make_weights: MakeWeights
 ) -> None:
     held = gate(template)
     async with await opened(tmp_path) as saver:
         update = make_weights(1)
         await saver.save(update, step=1)
+        await saver.maybe_wait_for_staging()
         overwritten = make_weights(2)
         assert saver.take_reports() == ()
         await feed(held)
@@ -149,7 +151,7 @@ async def test_source_may_be_overwritten_as_soon_as_an_async_save_returns(
     manifest = verify(step_folder(tmp_path / "checkpoints", 1))
     assert manifest.files["model.safetensors"].digest == update.digest != overwritten.digest
     assert report.nbytes == sum(entry.nbytes for entry in manifest.files.values())
-    assert report.mode is SaveMode.ASYNC
+    assert report.mode is AsyncMode.ASYNC
 
 
 async def test_next_save_waits_for_the_one_before(
@@ -158,6 +160,7 @@ async def test_next_save_waits_for_the_one_before(
     held = gate(template)
     async with asyncio.timeout(20), await opened(tmp_path) as saver:
         await saver.save(make_weights(1), step=1)
+        await saver.maybe_wait_for_staging()
         second = asyncio.ensure_future(saver.save(make_weights(2), step=2))
         await asyncio.wait([second], timeout=0.05)
         assert not second.done()
@@ -174,6 +177,7 @@ async def test_old_folders_are_pruned(
     async with await opened(tmp_path, keep_last=2) as saver:
         for step in (1, 2, 3, 4):
             await saver.save(make_weights(step), step=step)
+            await saver.maybe_wait_for_staging()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step-000003", "step-000004"]
     assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-000004"
@@ -182,8 +186,8 @@ async def test_old_folders_are_pruned(
 async def test_auto_is_async_where_weights_are_readable_through_proc(
     tmp_path: Path, template: Path
 ) -> None:
-    async with await opened(tmp_path, SaveMode.AUTO) as saver:
-        assert saver.mode is (SaveMode.ASYNC if sys.platform == "linux" else SaveMode.SYNC)
+    async with await opened(tmp_path, AsyncMode.AUTO) as saver:
+        assert saver.mode is (AsyncMode.ASYNC if sys.platform == "linux" else AsyncMode.SYNC)
 
 
 # --- failures
@@ -195,22 +199,26 @@ async def save_and_wait(saver: Saver, update: WeightUpdate, *, step: int) -> Non
     await saver.wait()
 
 
-async def test_overwritten_source_is_raised_by_the_save_itself(
+async def test_error_of_staging_is_raised_by_the_next_save(
     tmp_path: Path, template: Path, make_weights: MakeWeights
 ) -> None:
     announced = make_weights(1)
     make_weights(2)
     async with await opened(tmp_path) as saver:
+        await saver.save(announced, step=1)
+        await saver.maybe_wait_for_staging()
+        await saver.settle()
         with pytest.raises(CheckpointError, match=r"step 1: saving .*step-000001 failed: .*torn"):
-            await saver.save(announced, step=1)
+            await saver.save(make_weights(2), step=2)
+        assert saver.take_reports() == ()
         await saver.save(make_weights(3), step=3)
     assert [folder.name for folder in step_folders(tmp_path / "checkpoints")] == ["step-000003"]
 
 
 @pytest.mark.invariant("I11")
-@pytest.mark.parametrize("mode", [SaveMode.SYNC, SaveMode.ASYNC])
+@pytest.mark.parametrize("mode", [AsyncMode.SYNC, AsyncMode.ASYNC])
 async def test_full_disk_is_raised_and_leaves_the_previous_save(
-    tmp_path: Path, template: Path, make_weights: MakeWeights, mode: SaveMode
+    tmp_path: Path, template: Path, make_weights: MakeWeights, mode: AsyncMode
 ) -> None:
     there = tmp_path / "checkpoints"
     async with await opened(tmp_path, mode) as saver:
@@ -287,16 +295,19 @@ async def test_kill_in_the_middle_of_a_folder_is_raised_and_the_previous_save_st
     assert not list(there.glob(".*")), "the torn folder of the killed writer is still there"
 
 
-async def test_kill_before_the_copy_is_raised_by_the_save_itself(
+async def test_kill_before_the_copy_ends_the_wait_for_it_and_is_raised_by_the_next_save(
     tmp_path: Path, template: Path, make_weights: MakeWeights
 ) -> None:
     async with asyncio.timeout(20), await opened(tmp_path) as saver:
         os.kill(saver.writer_pid, signal.SIGSTOP)
-        save = asyncio.ensure_future(saver.save(make_weights(1), step=1))
-        await asyncio.wait([save], timeout=0.05)
+        await saver.save(make_weights(1), step=1)
+        staging = asyncio.ensure_future(saver.maybe_wait_for_staging())
+        await asyncio.wait([staging], timeout=0.05)
+        assert not staging.done()
         os.kill(saver.writer_pid, signal.SIGKILL)
+        await staging
         with pytest.raises(CheckpointError, match=r"step 1: .*died with exit code -9"):
-            await save
+            await saver.save(make_weights(2), step=2)
     assert step_folders(tmp_path / "checkpoints") == []
 
 
@@ -309,13 +320,13 @@ async def killed(pid: int) -> None:
 
 
 @pytest.mark.invariant("I11")
-@pytest.mark.parametrize("mode", [SaveMode.SYNC, SaveMode.ASYNC])
+@pytest.mark.parametrize("mode", [AsyncMode.SYNC, AsyncMode.ASYNC])
 async def test_a_writer_that_was_killed_with_nothing_to_do_is_replaced_by_the_next_save(
     tmp_path: Path,
     template: Path,
     make_weights: MakeWeights,
     caplog: pytest.LogCaptureFixture,
-    mode: SaveMode,
+    mode: AsyncMode,
 ) -> None:
     there = tmp_path / "checkpoints"
     async with asyncio.timeout(20), await opened(tmp_path, mode) as saver:
@@ -349,15 +360,17 @@ async def test_stopped_writer_is_killed_at_the_deadline(
     async with asyncio.timeout(10), await opened(tmp_path, deadline_seconds=0.2) as saver:
         pid = saver.writer_pid
         os.kill(pid, signal.SIGSTOP)
+        await saver.save(make_weights(1), step=1)
+        await saver.maybe_wait_for_staging()
         with pytest.raises(CheckpointError, match=r"step 1: .*did not end within 0\.2 s"):
-            await saver.save(make_weights(1), step=1)
+            await saver.wait()
         assert not is_running(pid)
 
 
 async def test_canceled_save_is_finished_by_close(
     tmp_path: Path, template: Path, make_weights: MakeWeights
 ) -> None:
-    saver = await opened(tmp_path)
+    saver = await opened(tmp_path, AsyncMode.SYNC)
     os.kill(saver.writer_pid, signal.SIGSTOP)
     save = asyncio.ensure_future(saver.save(make_weights(1), step=1))
     await asyncio.wait([save], timeout=0.05)
@@ -370,13 +383,43 @@ async def test_canceled_save_is_finished_by_close(
     assert not is_running(saver.writer_pid)
 
 
+async def test_two_tasks_may_wait_for_the_same_save(
+    tmp_path: Path, template: Path, make_weights: MakeWeights
+) -> None:
+    held = gate(template)
+    async with asyncio.timeout(20), await opened(tmp_path) as saver:
+        await saver.save(make_weights(1), step=1)
+        async with asyncio.TaskGroup() as tasks:
+            waits = [tasks.create_task(saver.settle()) for _ in range(2)]
+            await saver.maybe_wait_for_staging()
+            assert not any(wait.done() for wait in waits)
+            await feed(held)
+        assert [report.step for report in saver.take_reports()] == [1]
+
+
+async def test_time_that_training_waits_is_what_is_reported(
+    tmp_path: Path, template: Path, make_weights: MakeWeights
+) -> None:
+    async with await opened(tmp_path) as saver:
+        os.kill(saver.writer_pid, signal.SIGSTOP)
+        await saver.save(make_weights(1), step=1)
+        staging = asyncio.ensure_future(saver.maybe_wait_for_staging())
+        await asyncio.wait([staging], timeout=0.1)
+        os.kill(saver.writer_pid, signal.SIGCONT)
+        await staging
+        await saver.wait()
+        (report,) = saver.take_reports()
+    assert report.blocked_seconds >= 0.1
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from offbeat.checkpoint.saver import Saver, SaveMode
+from offbeat.checkpoint.saver import Saver
+from offbeat.config import AsyncMode
 async def main():
     here = Path(sys.argv[1])
-    saver = await Saver.open(mode=SaveMode.ASYNC, checkpoints_dir=here, template_dir=here)
+    saver = await Saver.open(mode=AsyncMode.ASYNC, checkpoints_dir=here, template_dir=here)
     print(saver.writer_pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
@@ -407,6 +450,7 @@ async def test_weights_that_grow_from_save_to_save_are_copied_whole(
     async with await opened(tmp_path) as saver:
         for step, elements in ((1, 10), (2, 3_000_001)):
             await saver.save(make_weights(step, elements=elements), step=step)
+            await saver.maybe_wait_for_staging()
     for step, nbytes in ((1, 40), (2, 12_000_004)):
         manifest = verify(step_folder(tmp_path / "checkpoints", step))
         assert nbytes < manifest.files["model.safetensors"].nbytes < nbytes + 300

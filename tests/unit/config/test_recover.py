@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.config import RecoverConfig, RecoverMode
+from offbeat.config import OnError, RecoverConfig, RecoverMode
 from offbeat.errors import ConfigError
 
 
@@ -25,6 +25,16 @@ def test_bare_off_of_yaml_is_the_mode_off() -> None:
 def test_number_to_keep_without_a_snapshot_is_an_error() -> None:
     with pytest.raises(ConfigError, match="keep: 3 has no effect: no snapshot is ever taken"):
         RecoverConfig(freq_secs=0, keep=3)
+
+
+def test_a_failed_snapshot_ends_the_run_unless_told_otherwise() -> None:
+    assert RecoverConfig().on_error is OnError.STOP
+    assert RecoverConfig(on_error="continue").on_error is OnError.CONTINUE  # type: ignore[arg-type]  # as YAML reads it
+
+
+def test_policy_for_failures_without_a_snapshot_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="on_error: continue has no effect: no snapshot is ever"):
+        RecoverConfig(freq_secs=0, on_error=OnError.CONTINUE)
 
 
 def test_unknown_mode_names_the_known_ones() -> None:

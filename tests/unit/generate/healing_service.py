@@ -28,6 +28,8 @@ HOLD = 7
 """A prompt of this token is never answered by the first process of a folder."""
 BLOCK = 8
 """A prompt of this token stops the first process of a folder, as SIGSTOP does."""
+NEVER = 9
+"""A prompt of this token is never answered."""
 
 
 class Service:
@@ -47,7 +49,7 @@ class Service:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         asked = int(request.prompt_ids[0])
-        if asked in (HOLD, BLOCK) and self.is_first:
+        if asked == NEVER or (asked in (HOLD, BLOCK) and self.is_first):
             (self.folder / "seen").touch()
             if asked == BLOCK:
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,8 +66,8 @@ class Service:
     async def submit(self, requests: list[GenerateRequest], cancelled: list[str]) -> None:
         await self.mailbox.submit(requests, cancelled)
 
-    async def collect(self) -> list[Delivery]:
-        return await self.mailbox.collect()
+    async def collect(self, received: int, seconds: float) -> list[Delivery]:
+        return await self.mailbox.collect(received, seconds)
 
     async def stage(self, update: WeightUpdate) -> None:
         self.staged = update.version

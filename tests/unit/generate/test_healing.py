@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from healing_service import BLOCK, HOLD
+from healing_service import BLOCK, HOLD, NEVER
 
-from offbeat.errors import WorkerError
+from offbeat.errors import StallError, WorkerError
+from offbeat.generate import healing
 from offbeat.generate.healing import HealingGenerator, while_healing
 from offbeat.launch.local import LocalScheduler
 from offbeat.launch.protocols import WorkerSpec
@@ -75,16 +76,20 @@ async def rig(folder: Path, **options: float) -> AsyncIterator[Rig]:
     losses: list[str] = []
     gate = asyncio.Lock()
     async with LocalScheduler(folder / "logs", grace=0.1) as scheduler:
-        healing = HealingGenerator(
+        replaced = HealingGenerator(
             await scheduler.start(spec),
             spec,
             scheduler,
             gate=gate,
-            request_timeout=30.0,
-            **{"heartbeat_seconds": 30.0, "max_restarts": 2, **options},  # type: ignore[arg-type]  # of a test
+            **{  # type: ignore[arg-type]  # of a test
+                "heartbeat_seconds": 30.0,
+                "max_restarts": 2,
+                "request_timeout": 30.0,
+                **options,
+            },
             on_restart=lambda name, why: losses.append(why),
         )
-        async with healing as generator, while_healing([generator]):
+        async with replaced as generator, while_healing([generator]):
             yield Rig(generator, gate, folder, losses)
 
 
@@ -146,6 +151,29 @@ async def test_a_stopped_process_misses_its_heartbeat_and_is_replaced(tmp_path: 
         answer = await r.generator.generate(request(BLOCK))
         assert answer.token_ids.tolist() == [42, 42, 42]
         assert r.losses == ["generator-0 has not answered for 0.4 s"]
+
+
+@pytest.mark.invariant("I12")
+async def test_a_process_that_lives_and_never_answers_a_request_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "DEATH_NOTICE_SECONDS", 0.1)
+    async with rig(tmp_path, request_timeout=0.5) as r:
+        answer = await r.generator.generate(request(HOLD))
+        assert answer.token_ids.tolist() == [42, 42, 42]
+        assert len(r.losses) == 1
+        assert r.losses[0].startswith("generator-0: no answer to request r in 0.5 s")
+
+
+@pytest.mark.invariant("I12")
+async def test_what_the_next_process_does_not_answer_either_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "DEATH_NOTICE_SECONDS", 0.1)
+    async with rig(tmp_path, request_timeout=0.5) as r:
+        with pytest.raises(StallError, match=r"no answer to request r in 0\.5 s"):
+            await r.generator.generate(request(NEVER))
+        assert r.generator.restarts == 1
 
 
 async def test_a_process_that_dies_while_it_starts_counts_as_another_loss(tmp_path: Path) -> None:

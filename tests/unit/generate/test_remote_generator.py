@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from offbeat.errors import (
+    ConnectionLost,
     GenerationError,
     OffbeatError,
     PromptTooLong,
@@ -40,6 +42,7 @@ Ask = Callable[..., GenerateRequest]
 Result: TypeAlias = "Completion | BaseException"
 
 NAME = "generator-0"
+NUMBERS = itertools.count(1)
 
 
 def answer(text: str) -> Completion:
@@ -54,7 +57,7 @@ def answer(text: str) -> Completion:
 
 
 def delivered(name: str, text: str) -> Delivery:
-    return Delivery(request_id=name, completion=answer(text), fault=None)
+    return Delivery(request_id=name, number=next(NUMBERS), completion=answer(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ async def test_requests_of_one_moment_travel_in_one_call_and_the_next_ones_after
     first.reply.set_result(None)
     assert (await client.submitted()).requests == ["c", "d"]
     collect = await client.next("collect")
-    assert (collect.args, collect.timeout) == ((), 7)
+    assert (collect.args, collect.timeout) == ((0, pytest.approx(7 / 6)), 7)
     collect.reply.set_result([delivered(n, n.upper()) for n in "dbca"])
     assert [a.text for a in await asyncio.gather(*calls)] == ["A", "B", "C", "D"]
 
@@ -203,7 +206,12 @@ async def test_a_fault_of_one_request_ends_that_one_only(
 ) -> None:
     bad, good = start(remote, ask(name="a"), ask(name="b"))
     await client.submitted()
-    fault = Delivery(request_id="a", completion=None, fault=Fault.of(PromptTooLong("too long")))
+    fault = Delivery(
+        request_id="a",
+        number=next(NUMBERS),
+        completion=None,
+        fault=Fault.of(PromptTooLong("too long")),
+    )
     (await client.next("collect")).reply.set_result([fault])
     with pytest.raises(PromptTooLong, match=r"^generator-0: too long$"):
         await bad
@@ -338,9 +346,102 @@ async def test_a_request_without_an_answer_stalls_and_is_cancelled_in_the_worker
     ):
         (call,) = start(remote, ask(name="a"))
         await client.submitted()
-        with pytest.raises(StallError, match=r"^generator-0: no answer to request a in 0\.02 s$"):
+        with pytest.raises(StallError, match=r"^generator-0: no answer to request a in 0\.02 s \("):
             await call
         assert (await client.submitted()).cancelled == ["a"]
+
+
+# Replies that are lost
+
+
+@pytest.fixture
+def losses() -> list[str]:
+    return []
+
+
+@pytest.fixture
+async def heard(client: Client, losses: list[str]) -> AsyncIterator[RemoteGenerator]:
+    async with (
+        asyncio.timeout(20),
+        RemoteGenerator(Worker(client), request_timeout=15, on_lost_reply=losses.append) as remote,
+    ):
+        yield remote
+
+
+@pytest.mark.invariant("I02")
+@pytest.mark.parametrize("error", [StallError, ConnectionLost])
+async def test_a_lost_reply_is_asked_for_again_and_what_came_before_is_acknowledged(
+    heard: RemoteGenerator, client: Client, ask: Ask, losses: list[str], error: type[WorkerError]
+) -> None:
+    calls = start(heard, ask(name="a"), ask(name="b"))
+    await client.submitted()
+    one, two = delivered("a", "one"), delivered("b", "two")
+    (await client.next("collect")).reply.set_result([one])
+    lost = await client.next("collect")
+    lost.reply.set_exception(error("generator-0: gone on its way"))
+    again = await client.next("collect")
+    assert lost.args[0] == again.args[0] == one.number
+    assert losses == []
+    again.reply.set_result([two])
+    assert [(await call).text for call in calls] == ["one", "two"]
+    assert losses == ["generator-0: gone on its way"]
+
+
+@pytest.mark.invariant("I02")
+async def test_a_delivery_that_comes_again_is_not_the_answer_to_a_later_request_of_its_name(
+    heard: RemoteGenerator, client: Client, ask: Ask
+) -> None:
+    (first,) = start(heard, ask(name="a"))
+    await client.submitted()
+    old = delivered("a", "old")
+    (await client.next("collect")).reply.set_result([old])
+    assert (await first).text == "old"
+    (second,) = start(heard, ask(name="a"))
+    await client.submitted()
+    (await client.next("collect")).reply.set_result([old])
+    (await client.next("collect")).reply.set_result([delivered("a", "new")])
+    assert (await second).text == "new"
+
+
+async def test_a_lost_submission_is_made_again_for_who_still_waits_and_ends_what_it_began(
+    heard: RemoteGenerator, client: Client, ask: Ask, losses: list[str]
+) -> None:
+    gone, kept = start(heard, ask(name="a"), ask(name="b"))
+    lost = await client.next("submit")
+    gone.cancel()
+    await settle()
+    later = start(heard, ask(name="c"))
+    await settle()
+    lost.reply.set_exception(ConnectionLost("lost"))
+    again = await client.submitted()
+    assert again.requests == ["b", "c"]
+    assert set(again.cancelled) == {"a", "b"}
+    (await client.next("collect")).reply.set_result([delivered(n, n) for n in "bc"])
+    assert [(await call).text for call in (kept, *later)] == ["b", "c"]
+    assert losses == ["lost"]
+
+
+async def test_a_call_that_is_lost_twice_in_a_row_ends_what_waits(
+    heard: RemoteGenerator, client: Client, ask: Ask, losses: list[str]
+) -> None:
+    calls = start(heard, ask(name="a"))
+    for _ in range(2):
+        (await client.next("submit")).reply.set_exception(ConnectionLost("lost"))
+    assert [type(e) for e in await end(*calls)] == [ConnectionLost]
+    assert losses == []
+    await client.submitted()  # the cancellations
+
+
+async def test_calls_that_carry_answers_have_half_of_the_time_of_a_request(
+    client: Client, ask: Ask
+) -> None:
+    async with asyncio.timeout(20), RemoteGenerator(Worker(client), request_timeout=6) as remote:
+        (call,) = start(remote, ask(name="a"))
+        assert (await client.next("submit")).timeout == 3
+        collect = await client.next("collect")
+        assert collect.timeout == 3
+        assert collect.args[1] == pytest.approx(0.5)
+        call.cancel()
 
 
 # Calls that fail
@@ -353,6 +454,7 @@ async def test_a_failed_collect_ends_all_that_wait_and_the_next_request_asks_aga
     calls = start(remote, ask(name="a"), ask(name="b"))
     await client.submitted()
     stall = StallError("generator-0: no answer to collect in 7 s")
+    (await client.next("collect")).reply.set_exception(StallError("the first time"))
     (await client.next("collect")).reply.set_exception(stall)
     ended = await end(*calls)
     assert [type(e) for e in ended] == [StallError] * 2
@@ -415,7 +517,12 @@ async def test_no_error_is_left_unseen_when_its_caller_is_cancelled_as_it_comes(
     for turns in range(6):
         calls = start(remote, ask(name="a"), ask(name="b"))
         await client.submitted()
-        fault = Delivery(request_id="b", completion=None, fault=Fault.of(GenerationError("no")))
+        fault = Delivery(
+            request_id="b",
+            number=next(NUMBERS),
+            completion=None,
+            fault=Fault.of(GenerationError("no")),
+        )
         (await client.next("collect")).reply.set_result([fault])
         (await client.next("collect")).reply.set_exception(WorkerError("lost"))
         for _ in range(turns):
@@ -478,6 +585,7 @@ class Line:
 
     def __init__(self, mailbox: Mailbox, chance: random.Random) -> None:
         self._mailbox, self._chance = mailbox, chance
+        self._error = chance.choice((WorkerError, ConnectionLost))
         self.loses = 0.0
 
     async def call(
@@ -492,7 +600,7 @@ class Line:
         for _ in range(self._chance.randrange(4)):
             await asyncio.sleep(0)
         if self._chance.random() < self.loses:
-            raise WorkerError(f"{NAME}: connection lost in {method}")
+            raise self._error(f"{NAME}: connection lost in {method}")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -569,8 +677,8 @@ class Slow:
     async def submit(self, requests: list[GenerateRequest], cancelled: list[str]) -> None:
         await self.mailbox.submit(requests, cancelled)
 
-    async def collect(self) -> list[Delivery]:
-        return await self.mailbox.collect()
+    async def collect(self, received: int, seconds: float) -> list[Delivery]:
+        return await self.mailbox.collect(received, seconds)
 
     async def resume(self) -> None:
         self.gate.set()
@@ -669,7 +777,7 @@ async def test_a_killed_worker_ends_what_waits(ask: Ask, tmp_path: Path) -> None
         await until(remote, lambda stats: stats.running == 2)
         os.kill(pid, signal.SIGKILL)
         ended = await end(*calls)
-        assert [type(e) for e in ended] == [WorkerError] * 2
+        assert [type(e) for e in ended] == [ConnectionLost] * 2
         with pytest.raises(WorkerError, match="connection lost"):
             await remote.generate(ask(name="a"))
 

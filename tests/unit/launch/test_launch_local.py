@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from process_table import alive, gone_within
 
-from offbeat.errors import StallError, WorkerError
+from offbeat.errors import ConnectionLost, StallError, WorkerError
 from offbeat.launch.local import LocalScheduler, LocalWorker
 from offbeat.launch.protocols import WorkerSpec
 
@@ -96,7 +96,7 @@ async def test_sigkill_is_noticed_within_a_second_and_fails_calls_in_flight(
     async def fails() -> None:
         with pytest.raises(WorkerError, match=r"^echo-0: connection lost in hang") as caught:
             await worker.client.call("hang", "k", timeout=None)
-        assert type(caught.value) is WorkerError
+        assert type(caught.value) is ConnectionLost
 
     await worker.client.call("print_line", "the last line", timeout=5)
     child = await worker.client.call("spawn_child", returns=int, timeout=5)

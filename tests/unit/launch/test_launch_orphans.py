@@ -12,6 +12,7 @@ import pytest
 from process_table import alive, gone_within
 
 HERE = Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE), *sys.path])
 
 CONTROLLER = """
 import asyncio, sys
@@ -36,10 +37,11 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.invariant("I13")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_die_with_the_controller(number: signal.Signals, tmp_path: Path) -> None:
     controller = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CONTROLLER), str(tmp_path), str(HERE)],
+        [sys.executable, "-c", textwrap.dedent(CONTROLLER), str(tmp_path), PATHS],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     pids: list[int] = []

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from offbeat.observe.console import ConsoleSink, console_sink, step_line
-from offbeat.observe.metrics import dropped_name
+from offbeat.observe.metrics import dropped_name, no_signal_name
 from offbeat.observe.panel import StepPanel
-from offbeat.types import DropReason
+from offbeat.types import DropReason, NoSignal
 
 FULL = {
     "reward/mean": 0.51234,
@@ -55,6 +55,34 @@ def test_console_line_names_invalid_rewards_only_when_there_are_some() -> None:
     assert step_line(3, {"reward/invalid_count": 7.0}).endswith("invalid rewards 7")
     assert "invalid" not in step_line(3, {"reward/invalid_count": 0.0})
     assert "invalid" not in step_line(3, {})
+
+
+def without_signal(equal: int, cut: int = 0) -> dict[str, float]:
+    return {
+        "groups/trained_count": 16.0,
+        no_signal_name(NoSignal.EQUAL): float(equal),
+        no_signal_name(NoSignal.TRUNCATED): float(cut),
+    }
+
+
+def test_console_line_says_why_groups_teach_nothing_when_half_of_them_do() -> None:
+    said = "12 of 16 groups teach nothing: all rewards equal"
+    assert step_line(3, without_signal(12)).endswith(said)
+    assert "teach nothing" not in step_line(3, without_signal(7))
+    assert "8 of 16 groups teach nothing" in step_line(3, without_signal(8))
+    assert step_line(3, without_signal(6, 4)).endswith(
+        "10 of 16 groups teach nothing: all rewards equal (6), all answers cut by the length "
+        "limit (4)"
+    )
+    assert "teach nothing" not in step_line(3, {})
+
+
+def test_panel_says_why_groups_teach_nothing_as_long_as_they_do() -> None:
+    panel = panel_of(3)
+    panel.add(4, without_signal(12))
+    assert "12 of 16 groups teach nothing" in drawn(panel)
+    panel.add(5, without_signal(1))
+    assert "teach nothing" not in drawn(panel)
 
 
 def test_console_line_shows_what_was_not_measured_as_a_dash() -> None:

@@ -12,9 +12,10 @@ from offbeat.observe.metrics import (
     PROX_APPROXIMATIONS,
     PROX_MEASURES,
     dropped_name,
+    no_signal_name,
     prox_name,
 )
-from offbeat.types import DropReason
+from offbeat.types import DropReason, NoSignal
 
 EMITTERS = ("train", "pipeline")
 NAME = re.compile(r"[a-z]+/[a-z0-9_]+")
@@ -30,6 +31,8 @@ def emitted_names() -> set[str]:
     # Names made of parts are emitted through the function that makes them.
     if dropped_name.__name__ in called:
         names |= {dropped_name(reason) for reason in DropReason}
+    if no_signal_name.__name__ in called:
+        names |= {no_signal_name(cause) for cause in NoSignal}
     if prox_name.__name__ in called:
         names |= {prox_name(a, m) for a in PROX_APPROXIMATIONS for m in PROX_MEASURES}
     return names

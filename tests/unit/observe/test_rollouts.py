@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.errors import DataError
-from offbeat.observe.rollouts import RolloutLog, read_rollouts, recorded_steps
+from offbeat.observe.rollouts import RolloutLog, read_rollouts, read_update, recorded_steps
 from offbeat.types import (
     Completion,
     GroupId,
@@ -68,6 +68,17 @@ def test_rollout_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert row.versions.tolist() == [4, 4]
     assert row.logprobs.dtype == np.float32
     np.testing.assert_array_equal(row.logprobs, ONE_TURN.completion.logprobs)
+
+
+def test_record_of_the_update_is_read_back_and_files_without_one_are_still_read(
+    tmp_path: Path,
+) -> None:
+    log = RolloutLog(tmp_path)
+    log.write(1, [group(1, [Scored(value=1.0)], ONE_TURN)])
+    log.write(2, [group(1, [Scored(value=1.0)], ONE_TURN)], None, '{"ü": 1}')
+    assert read_update(tmp_path, 1) is None
+    assert read_update(tmp_path, 2) == '{"ü": 1}'
+    assert len(read_rollouts(tmp_path, 1)) == len(read_rollouts(tmp_path, 2)) == 1
 
 
 def test_invalid_reward_is_null_with_its_reason_and_no_zero(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 import json
 import math
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.errors import DataError
+from offbeat.observe.fates import fates_text, read_fates
 from offbeat.observe.find import find_run
-from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.ledger import SCHEMA, EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.liveness import held
 from offbeat.observe.metrics import PROX_APPROXIMATIONS, PROX_MEASURES, StepRecord, prox_name
@@ -18,7 +21,7 @@ from offbeat.observe.series import named
 from offbeat.observe.show import RunReader, RunView, as_json, load_run, run_content, run_text
 from offbeat.observe.sinks import JsonlSink
 from offbeat.observe.spans import SpanName
-from offbeat.observe.summary import RunStatus, RunTotals
+from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals
 
 SETUP = RunSetup(
     max_staleness=4,
@@ -125,6 +128,70 @@ def test_run_without_a_summary_shows_what_it_has_so_far(tmp_path: Path, make_run
 def test_run_that_has_written_only_its_configuration_can_be_shown(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mode: sync\n")
     assert "after 0 steps" in run_text(load_run(find_run(str(tmp_path))))
+
+
+def test_saves_that_failed_are_counted_with_the_last_error(
+    tmp_path: Path, make_run: MakeRun, records: Records
+) -> None:
+    make_run(tmp_path)
+    assert "could not be saved" not in run_text(load_run(tmp_path))
+    assert "failed_saves" not in content(load_run(tmp_path))
+    lost = {"save/failed_count": 2.0, "snapshot/failed_count": 1.0}
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(4, StepRecord(step=4, version=4, seconds=1.0, metrics=lost).flat())
+    line = "saves     2 model folders and 1 snapshot could not be saved"
+    assert line in run_text(load_run(tmp_path)).splitlines()
+    failed = FailedSaves(models=1, last="step 6: no\x1b space")
+    totals = RunTotals(0.0, records(3))
+    summary = totals.summary(
+        now=5.0, status=RunStatus.COMPLETED, groups=GROUPS, tokens=TOKENS, failed=failed
+    )
+    summary.write(tmp_path / "summary.json")
+    text = run_text(load_run(tmp_path))
+    assert "saves     1 model folder could not be saved; the last: step 6: no\\x1b space" in text
+    assert content(load_run(tmp_path))["failed_saves"]["models"] == 1
+
+
+def test_what_was_mended_and_what_broke_the_promise_is_said_in_a_line_each(
+    tmp_path: Path, make_run: MakeRun, records: Records
+) -> None:
+    make_run(tmp_path)
+    assert "mended   " not in run_text(load_run(tmp_path))
+    events = EventTotals(
+        restarts={"generator-0": 2, "generator-1": 1},
+        reward_workers=3,
+        lost_replies=1,
+        broken_by=("a reward is missing: timed out after 15 s", "a\x1b group was late"),
+    )
+    totals = RunTotals(0.0, records(3), SETUP)
+    summary = totals.summary(
+        now=5.0, status=RunStatus.COMPLETED, groups=GROUPS, tokens=TOKENS, events=events
+    )
+    summary.write(tmp_path / "summary.json")
+    lines = run_text(load_run(tmp_path)).splitlines()
+    assert (
+        "mended    restarted: generator-0 2 times, generator-1 once; 3 reward processes replaced; "
+        "1 lost reply asked for again" in lines
+    )
+    assert (
+        "bits      not reproducible bit for bit: a reward is missing: timed out after 15 s; "
+        "a\\x1b group was late" in lines
+    )
+
+
+def test_events_of_a_run_that_goes_on_are_those_of_its_ledger(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    make_run(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "run.db")) as file, file:
+        file.executescript(SCHEMA)
+        file.execute(
+            "INSERT INTO events (attempt, at, kind, detail, times) "
+            "VALUES (1, 0, 'reward-worker', 'exit code 7', 2)"
+        )
+    assert "mended    2 reward processes replaced" in run_text(load_run(tmp_path)).splitlines()
+    text = fates_text(read_fates(tmp_path))
+    assert text.endswith("reward-worker: exit code 7, 2 times in this attempt")
 
 
 def test_failed_run_shows_its_error(tmp_path: Path, make_run: MakeRun, end_run: EndRun) -> None:

@@ -1,5 +1,6 @@
 """Claims about summary.json and the totals of a run."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import DataError
-from offbeat.observe.ledger import LedgerTotals, TokenTotals
+from offbeat.observe.ledger import EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import LimitedBy, RunSetup
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.spans import SpanName
@@ -136,6 +137,11 @@ def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "decode_share_of_training_time",
         "engine_busy_fraction",
         "peak_rss_bytes",
+        "restarts",
+        "reward_workers_replaced",
+        "lost_replies",
+        "deterministic",
+        "determinism_broken_by",
         "limit",
     ]
     assert list(found["seconds"]) == ["total", "training", "waiting"]
@@ -147,6 +153,35 @@ def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert found["groups"]["dropped"] == {r.value: int(r is DropReason.STALE) for r in DropReason}
     assert found["status"] == "completed"
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+BROKEN = EventTotals(restarts={"generator-0": 2}, broken_by=("a reward was late",))
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "events", "deterministic"),
+    [(0, EventTotals(), True), (0, BROKEN, False), (4, EventTotals(), None)],
+)
+def test_a_run_is_deterministic_when_that_was_promised_and_nothing_broke_it(
+    tmp_path: Path, max_staleness: int, events: EventTotals, deterministic: bool | None
+) -> None:
+    setup = dataclasses.replace(SETUP, max_staleness=max_staleness)
+    found = summary_of(RunTotals(0.0, (), setup), 1.0, events=events)
+    assert found.deterministic is deterministic
+    assert found.determinism_broken_by == events.broken_by
+    assert found.restarts == events.restarts
+    found.write(tmp_path / "summary.json")
+    assert read_summary(tmp_path / "summary.json") == found
+
+
+def test_a_summary_from_before_events_were_counted_is_read(tmp_path: Path) -> None:
+    old = json.loads(whole_run().to_json())
+    for name in ("restarts", "reward_workers_replaced", "lost_replies"):
+        del old[name]
+    for name in ("deterministic", "determinism_broken_by"):
+        del old[name]
+    (tmp_path / "summary.json").write_text(json.dumps(old))
+    assert read_summary(tmp_path / "summary.json") == whole_run()
 
 
 def test_summary_is_read_back_equal(tmp_path: Path) -> None:

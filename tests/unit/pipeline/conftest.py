@@ -6,6 +6,7 @@ Everything else is the real thing: workflow, prompt stream, tokenizer, recorder,
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,6 +27,7 @@ from offbeat.launch.blob import read_blob
 from offbeat.launch.codec import decode
 from offbeat.model.init import write_tokenizer
 from offbeat.observe.ledger import LedgerRow, read_groups
+from offbeat.observe.limits import RunSetup
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.observe.spans import Span, SpanName, read_spans
@@ -37,6 +39,7 @@ from offbeat.pipeline.no_signal import SignalRules
 from offbeat.pipeline.recorder import Recorder
 from offbeat.pipeline.snapshots import SnapshotTaker
 from offbeat.pipeline.staleness import Policy
+from offbeat.pipeline.update_record import UpdateRecorder
 from offbeat.protocols import EpisodeEngine, Generator, Trainer, Workflow
 from offbeat.types import (
     BlobRef,
@@ -58,6 +61,18 @@ from offbeat.types import (
     WeightUpdate,
 )
 from offbeat.weights.layout import TensorSpec, digest_of, lay_out
+
+SETUP = RunSetup(
+    max_staleness=0,
+    cores=1,
+    trainer_threads=1,
+    generator_threads=1,
+    trains_in_bfloat16=False,
+    generates_in_bfloat16=False,
+    prefix_sharing=True,
+    gradient_checkpointing=False,
+    prox_pass=False,
+)
 
 
 async def spin_loop(turns: int = 50) -> None:
@@ -205,6 +220,9 @@ class FakeTrainer:
             digest=digest_of(content),
         )
 
+    async def begin_snapshot(self) -> PolicyVersion:
+        return self.version
+
     async def snapshot(self) -> TrainerState:
         here = Environment(torch="", build="", threads=1, processor="", cpu_flags=())
         tensors = self._write(self.weights.with_name("state.safetensors"))
@@ -254,6 +272,7 @@ class Options:
     saver: Saver | None = None
     snapshot_steps: int = 0
     start: RunState | None = None
+    updates: UpdateRecorder | None = None
     stall_seconds: float = 20.0
     max_failure_rate: float = 0.5
     max_consecutive_failures: int = 5
@@ -275,7 +294,7 @@ class Rig:
     recorder: Recorder
     ledger: Ledger
     run_dir: Path
-    snapshots: Snapshots
+    snapshots: SnapshotTaker
 
     async def run(self) -> None:
         async with asyncio.timeout(20):
@@ -330,7 +349,7 @@ def _loop(
     recorder: Recorder,
     gen: Generator,
     tr: Trainer,
-    snapshots: Snapshots,
+    snapshots: SnapshotTaker,
 ) -> Loop:
     plan = LoopPlan(
         steps=o.steps,
@@ -372,7 +391,8 @@ def _loop(
         evaluator=evaluator,
         saver=o.saver,
         weights_gate=asyncio.Lock(),
-        snapshots=SnapshotTaker(snapshots, tr, recorder) if o.snapshot_steps else None,
+        snapshots=snapshots if o.snapshot_steps else None,
+        updates=o.updates,
         start=o.start,
     )
 
@@ -414,11 +434,18 @@ async def open_rig(
             sinks = SinkSet([JsonlSink(run_dir / "metrics.jsonl")])
             counts = None if options.start is None else options.start.counts
             recorder = await stack.enter_async_context(
-                Recorder(run_dir, sinks, ledger, counts=counts)
+                Recorder(
+                    run_dir,
+                    sinks,
+                    ledger,
+                    dataclasses.replace(SETUP, max_staleness=options.eta),
+                    counts=counts,
+                )
             )
             generator = FakeGenerator()
             trainer = FakeTrainer(run_dir / "weights.safetensors")
-            snapshots = await stack.enter_async_context(Snapshots(run_dir / "snapshots", keep=2))
+            written = await stack.enter_async_context(Snapshots(run_dir / "snapshots", keep=2))
+            snapshots = SnapshotTaker(written, trainer, recorder, options.saver)
             loop = _loop(options, codec, recorder, generator, trainer, snapshots)
             return Rig(
                 generator=generator,

@@ -283,6 +283,20 @@ async def test_a_request_names_its_group_sibling_and_turn_and_draws_from_a_strea
     assert engine.decode(engine.encode("12")) == "12"
 
 
+@pytest.mark.invariant("I03")
+async def test_the_random_stream_of_an_answer_is_that_of_its_place_in_the_run(
+    codec: TextCodec,
+) -> None:
+    drawn = []
+    for order in ((0, 1), (1, 0)):
+        generator = Echo()
+        engine = engine_of(codec, generator)
+        for sibling in order:
+            await engine.agenerate([7, 8], sibling=sibling)
+        drawn.append({r.sibling: r.seed for r in generator.requests})
+    assert drawn[0] == drawn[1]
+
+
 async def test_the_hooks_surround_every_request_also_one_that_fails(codec: TextCodec) -> None:
     said: list[str] = []
     times: list[tuple[float, float]] = []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,13 @@ from hypothesis import strategies as st
 from offbeat.errors import CheckpointError, CorruptCheckpoint, DataError
 from offbeat.observe.ledger import (
     UNTRAINED,
+    Breach,
+    EventKind,
+    EventTotals,
     Fate,
     LedgerTotals,
     read_attempts,
+    read_event_totals,
     read_events,
     read_groups,
     read_tokens,
@@ -193,15 +198,58 @@ def test_resumed_run_supersedes_what_the_snapshot_does_not_know(tmp_path: Path) 
     again.close()
 
 
-def test_events_are_kept_in_order_with_their_attempt(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.event("determinism", "broken(reward deadline)", group_id=GroupId(3))
+def lose_workers(ledger: Ledger, times: int, why: str = "exit code 7") -> None:
+    for _ in range(times):
+        ledger.event(EventKind.REWARD_WORKER, why)
+
+
+def test_equal_events_of_an_attempt_are_one_row_with_a_count(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    lose_workers(ledger, 2000)
+    lose_workers(ledger, 1, "killed")
     ledger.begin_attempt(open_groups=[], next_group_id=GroupId(0))
-    ledger.event("healed", "generator-0")
-    found = read_events(tmp_path / "run.db")
-    assert [(e.attempt, e.kind, e.group_id) for e in found] == [
-        (1, "determinism", 3),
-        (2, "healed", None),
+    lose_workers(ledger, 3)
+    found = read_events(tmp_path / "run.db", 10)
+    assert [(e.attempt, e.detail, e.times) for e in found] == [
+        (1, "exit code 7", 2000),
+        (1, "killed", 1),
+        (2, "exit code 7", 3),
     ]
+    assert ledger.events().reward_workers == 2004
+
+
+def test_events_are_told_by_kind_and_who_they_happened_to(ledger: Ledger, tmp_path: Path) -> None:
+    for name in ("generator-0", "generator-1", "generator-0"):
+        ledger.event(EventKind.RESTART, f"{name} was killed", subject=name)
+    ledger.event(EventKind.LOST_REPLY, "cut", subject="generator-1")
+    late = ("late once", "late again")
+    for i, why in enumerate(late):
+        ledger.event(
+            EventKind.DETERMINISM, why, subject=Breach.GROUP_DEADLINE, group_id=GroupId(i + 3)
+        )
+    ledger.event(EventKind.DETERMINISM, "no reward", subject=Breach.REWARD)
+    assert read_event_totals(tmp_path / "run.db") == EventTotals(
+        restarts={"generator-0": 2, "generator-1": 1},
+        lost_replies=1,
+        broken_by=("late once", "no reward"),
+    )
+    assert [e.group_id for e in read_events(tmp_path / "run.db", 3)] == [3, 4, None]
+
+
+def test_a_ledger_from_before_events_were_counted_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    Ledger.open(path).close()
+    with closing(sqlite3.connect(path)) as old:
+        old.executescript(
+            "DROP TABLE events; CREATE TABLE events (id INTEGER PRIMARY KEY, attempt INTEGER, "
+            "at REAL, kind TEXT, group_id INTEGER, detail TEXT);"
+        )
+    assert read_events(path, 10) == ()
+    assert read_event_totals(path) == EventTotals()
+    with closing(Ledger.open(path)) as again:
+        lose_workers(again, 1)
+        assert again.events().reward_workers == 1
 
 
 _WRITER = """

@@ -17,7 +17,8 @@ import pytest
 
 import offbeat
 from offbeat.checkpoint.manifest import verify
-from offbeat.checkpoint.saver import SaveMode, Saver
+from offbeat.checkpoint.saver import Saver
+from offbeat.config import AsyncMode
 from offbeat.errors import (
     CheckpointError,
     GenerationError,
@@ -523,7 +524,7 @@ async def test_a_due_step_is_saved_with_the_weights_it_published(
     open_rig: OpenRig, tmp_path: Path, model_folder: Path
 ) -> None:
     opening = Saver.open(
-        mode=SaveMode.SYNC, checkpoints_dir=tmp_path / "checkpoints", template_dir=model_folder
+        mode=AsyncMode.SYNC, checkpoints_dir=tmp_path / "checkpoints", template_dir=model_folder
     )
     async with await opening as saver:
         rig = await open_rig(steps=5, eta=1, saver=saver, save_steps=2, save_at_end=True)

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from offbeat.errors import RolloutError
+from offbeat.observe.ledger import read_events
+from offbeat.observe.summary import RunStatus
 from offbeat.pipeline.staleness import Policy
 from offbeat.types import Completion, Scored
 
@@ -90,6 +92,39 @@ async def test_a_group_past_its_deadline_is_dropped_and_replaced(open_rig: OpenR
     await rig.run()
     assert trained(rig)[0] == [0, 2]
     assert rig.fates() == {"trained": 6, "cancelled": 1}
+
+
+@pytest.mark.invariant("I03")
+@pytest.mark.parametrize("eta", [0, 2])
+async def test_only_a_run_that_promised_to_be_repeatable_says_that_a_deadline_broke_it(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture, eta: int
+) -> None:
+    rig = await open_rig(steps=3, g=2, eta=eta, group_deadline_seconds=0.05)
+    rig.generator.hold.update({1: asyncio.Event(), 3: asyncio.Event()})  # never set
+    await rig.run()
+    summary = rig.recorder.summary(RunStatus.COMPLETED)
+    assert summary.deterministic is (False if eta == 0 else None)
+    assert len(summary.determinism_broken_by) == caplog.text.count("bit for bit") == (eta == 0)
+    events = read_events(rig.run_dir / "run.db", 10)
+    assert [(e.kind, e.subject, e.group_id, e.times) for e in events] == (
+        [("determinism", "group-deadline", 1, 2)] if eta == 0 else []
+    )
+
+
+@pytest.mark.parametrize("even_groups", [False, True])
+async def test_a_step_counts_its_groups_without_signal_by_cause(
+    open_rig: OpenRig, one_turn: Any, even_groups: bool
+) -> None:
+    workflow = one_turn(lambda c: Scored(value=1.0)) if even_groups else one_turn()
+    rig = await open_rig(steps=2, g=3, workflow=workflow)
+    await rig.run()
+    for record in rig.records():
+        found = record.metrics
+        assert found["groups/no_signal_truncated_count"] == 0
+        assert found["groups/no_signal_empty_count"] == 0
+        assert found["groups/no_signal_equal_count"] / 3 == found["reward/zero_std_fraction"]
+        if even_groups:
+            assert found["groups/no_signal_equal_count"] == 3
 
 
 async def test_deadlines_that_all_groups_miss_end_the_run(open_rig: OpenRig) -> None:

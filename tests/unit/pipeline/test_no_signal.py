@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from offbeat.errors import RolloutError
-from offbeat.pipeline.no_signal import ADVICE, NoSignal, SignalRules, SignalWatch
+from offbeat.observe.metrics import NO_SIGNAL
+from offbeat.pipeline.no_signal import ADVICE, SignalRules, SignalWatch
 from offbeat.types import (
     Completion,
     GroupId,
     Invalid,
+    NoSignal,
     PolicyVersion,
     Prompt,
     Reward,
@@ -106,5 +108,20 @@ def test_without_a_limit_nothing_ends() -> None:
         watch.record(NoSignal.EQUAL)
 
 
-def test_every_cause_has_advice() -> None:
-    assert set(ADVICE) == set(NoSignal)
+def test_every_cause_has_advice_and_a_name() -> None:
+    assert set(ADVICE) == set(NO_SIGNAL) == set(NoSignal)
+
+
+def test_groups_without_signal_are_counted_by_cause() -> None:
+    rules = SignalRules(group_baseline=True, truncated_count=False)
+    groups = [
+        scored(0.5, 0.5),
+        scored(0.0, 1.0),
+        scored(1.0, 1.0),
+        scored(0.0, 1.0, stop=StopReason.LENGTH),
+    ]
+    assert rules.counts(groups) == {
+        "groups/no_signal_empty_count": 0.0,
+        "groups/no_signal_truncated_count": 1.0,
+        "groups/no_signal_equal_count": 2.0,
+    }

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.observe.ledger import read_events
 from offbeat.observe.metrics import StepRecord, UndeclaredMetric
 from offbeat.observe.rollouts import read_rollouts, recorded_steps
 from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.observe.spans import SpanName, read_spans
-from offbeat.observe.summary import RunStatus
+from offbeat.observe.summary import FailedSaves, RunStatus
 from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.recorder import Recorder
 from offbeat.protocols import JsonValue
@@ -106,6 +107,8 @@ async def test_the_metrics_of_a_step_are_those_of_its_rollouts(tmp_path: Path) -
             "groups/trained_count": 2,
             "groups/dropped_count": 0,
             "generate/restarts_count": 0,
+            "save/failed_count": 0,
+            "snapshot/failed_count": 0,
         }
     )
 
@@ -123,6 +126,23 @@ async def test_advantages_are_recorded_with_the_rollouts_they_were_reported_for(
     assert rows == {(0, 0): 1.0, (0, 1): -1.0, (0, 2): None, (1, 0): 0.25, (1, 1): -0.25}
 
 
+async def test_failed_saves_are_counted_once_and_the_last_error_is_in_the_summary(
+    tmp_path: Path,
+) -> None:
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        async with Recorder(tmp_path, SinkSet([]), ledger) as recorder:
+            recorder.save_failed("step 2: no space")
+            recorder.snapshot_failed("step 3: no space")
+            waiting = recorder.counts
+            metrics = recorder.step_metrics(GROUPS, REPORT, PolicyVersion(3))
+            await recorder.write(StepRecord(step=4, version=4, seconds=1.0, metrics=metrics))
+            recorder.save_failed("step 4: no space")
+            summary = recorder.summary(RunStatus.COMPLETED)
+    assert (waiting.failed_saves, waiting.failed_snapshots) == (1, 1)
+    assert (metrics["save/failed_count"], metrics["snapshot/failed_count"]) == (1, 1)
+    assert summary.failed_saves == FailedSaves(models=2, snapshots=1, last="step 4: no space")
+
+
 async def test_counts_of_groups_are_those_since_the_step_before(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
         async with Recorder(tmp_path, SinkSet([]), ledger) as recorder:
@@ -138,6 +158,25 @@ async def test_counts_of_groups_are_those_since_the_step_before(tmp_path: Path) 
     assert (summary.groups.trained, summary.groups.open) == (2, 1)
     # The rollout without a reward was generated and not trained on.
     assert (summary.tokens.generated, summary.tokens.trained, summary.tokens.wasted) == (23, 10, 13)
+
+
+async def test_what_is_mended_is_an_event_at_once_without_the_end_of_a_log(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        async with Recorder(tmp_path, SinkSet([]), ledger) as recorder:
+            for log in ("; end of logs/generator-0.log:\nwords", "\nother words"):
+                recorder.restarted("generator-0", f"generator-0 was killed by SIGKILL{log}")
+            recorder.reply_lost("generator-0", "generator-0: connection lost in collect")
+            recorder.reward_worker_replaced("reward process died: exit code 7")
+            found = read_events(tmp_path / "run.db", 10)
+            summary = recorder.summary(RunStatus.COMPLETED)
+    assert [(e.kind, e.detail, e.times) for e in found] == [
+        ("restart", "generator-0 was killed by SIGKILL", 2),
+        ("lost-reply", "generator-0: connection lost in collect", 1),
+        ("reward-worker", "reward process died: exit code 7", 1),
+    ]
+    assert summary.restarts == {"generator-0": 2}
+    assert (summary.lost_replies, summary.reward_workers_replaced) == (1, 1)
+    assert summary.deterministic is None
 
 
 async def test_a_step_is_on_disk_after_the_next_one_or_a_flush(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from offbeat.checkpoint.background import SaveMode
 from offbeat.checkpoint.folders import replacing, step_folders
 from offbeat.checkpoint.manifest import SaveManifest, is_good, seal
 from offbeat.checkpoint.saver import Saver, ScheduleState
 from offbeat.checkpoint.snapshot import Counts, RunState, Snapshots, newest_snapshot
-from offbeat.config import RunConfig, from_mapping, load, to_yaml
+from offbeat.config import AsyncMode, RunConfig, from_mapping, load, to_yaml
 from offbeat.errors import ConfigError, TrainingError
 from offbeat.observe import liveness
 from offbeat.observe.ledger import LedgerTotals, read_groups
@@ -30,10 +29,10 @@ from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.resume import (
     continue_run,
     is_unfinished,
+    machine_changes,
     named_after,
     rewrite_config,
     run_to_continue,
-    warn_of_other_machine,
 )
 from offbeat.types import (
     DropReason,
@@ -276,13 +275,13 @@ def test_without_a_snapshot_everything_is_set_aside_and_the_run_starts_over(
     assert read_metrics(tmp_path / "metrics.jsonl") == ()
 
 
-def test_another_machine_is_named_and_the_same_one_is_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    warn_of_other_machine(ANCIENT, ANCIENT)
-    assert caplog.text == ""
-    warn_of_other_machine(ANCIENT, dataclasses.replace(ANCIENT, threads=4, cpu_flags=()))
-    assert "threads was 1, is 4; the CPU's instructions differ" in caplog.text
+def test_another_machine_is_named_and_the_same_one_is_not() -> None:
+    assert machine_changes(ANCIENT, ANCIENT) == []
+    other = dataclasses.replace(ANCIENT, threads=4, cpu_flags=())
+    assert machine_changes(ANCIENT, other) == [
+        "threads was 1, is 4",
+        "the CPU's instructions differ",
+    ]
 
 
 # --- and on
@@ -313,7 +312,7 @@ async def test_model_folder_that_was_under_way_when_the_run_stopped_is_saved_aga
     open_rig: Callable[..., Awaitable[Any]], tmp_path: Path, model_folder: Path
 ) -> None:
     there = tmp_path / "checkpoints"
-    opening = Saver.open(mode=SaveMode.SYNC, checkpoints_dir=there, template_dir=model_folder)
+    opening = Saver.open(mode=AsyncMode.SYNC, checkpoints_dir=there, template_dir=model_folder)
     async with await opening as saver:
         rig = await open_rig(steps=3, saver=saver, start=run_state(2, 4, saved=True))
         rig.trainer.version = PolicyVersion(2)
@@ -331,7 +330,7 @@ async def test_snapshot_waits_for_the_model_folder_of_an_earlier_step(
     gate = template / "merges.txt"
     os.mkfifo(gate)  # the writer stops there, in mid-folder, until it is fed
     there = tmp_path / "checkpoints"
-    opening = Saver.open(mode=SaveMode.ASYNC, checkpoints_dir=there, template_dir=template)
+    opening = Saver.open(mode=AsyncMode.ASYNC, checkpoints_dir=there, template_dir=template)
     async with await opening as saver:
         rig = await open_rig(steps=4, saver=saver, save_steps=2, snapshot_steps=3)
         async with asyncio.TaskGroup() as tasks:
@@ -358,8 +357,8 @@ async def test_snapshot_of_a_step_comes_after_its_record_with_its_evaluation(
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(rig.run())
         await rig.trainer.until_entered(3)
-        await rig.snapshots.ready()
-        # Its evaluation is settled with the next publication.
+        # Step 2 is being evaluated, which is settled with the next publication; its snapshot was
+        # begun when the one of step 1 was on disk.
         found = newest_snapshot(rig.run_dir / "snapshots")
         assert found is not None
         assert found.state.run.step == 1

@@ -63,6 +63,39 @@ async def test_a_hung_reward_is_killed_at_its_deadline_with_all_it_started(
         assert (pool.counters.calls, pool.counters.timeouts, pool.counters.restarts) == (2, 1, 1)
 
 
+class Watch:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.replaced: list[str] = []
+        self.lost: list[str] = []
+
+    def reward_worker_replaced(self, why: str) -> None:
+        self.replaced.append(why)
+
+    def reward_lost(self, why: str) -> None:
+        self.lost.append(why)
+
+
+async def test_the_watch_hears_of_each_lost_call_and_of_each_process_that_was_replaced() -> None:
+    def judge(how: str) -> float:
+        if how == "exit":
+            os._exit(7)
+        if how == "hang":
+            time.sleep(1000)
+        if how == "raise":
+            raise KeyError("no")
+        return 1.0
+
+    watch = Watch()
+    load = load_order(judge)
+    async with RewardPool(load, timeout_seconds=0.5, workers=1, watch=watch) as pool:
+        for how in ("exit", "raise", "hang", "score"):
+            await pool.call(how)
+    assert watch.lost == ["reward process died: exit code 7", "timed out after 0.5 s"]
+    assert watch.replaced == ["reward process died: exit code 7", "a call took longer than 0.5 s"]
+
+
 @pytest.mark.invariant("I13")
 async def test_what_a_dead_reward_started_dies_too(tmp_path: Path, gone_within: Gone) -> None:
     def judge() -> None:

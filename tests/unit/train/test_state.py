@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Callable
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat.errors import CheckpointError, NonFiniteLoss, TrainingError
+from offbeat.errors import CheckpointError, NonFiniteLoss, TrainingError, WeightSyncError
 from offbeat.train.client import Restore
 from offbeat.train.state import StateCopy, environment, restore
-from offbeat.types import PolicyVersion, TrainSample
+from offbeat.types import PolicyVersion, TrainerState, TrainSample
 
 V1, V2, V3 = (PolicyVersion(v) for v in (1, 2, 3))
 WARM = {"lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.25}
 
 
+@contextmanager
+def copy_of(trainer: Any, thread: Executor | None = None) -> Iterator[StateCopy]:
+    with (
+        ThreadPoolExecutor(max_workers=1) as own,
+        closing(StateCopy(trainer.actor, trainer.engine, thread or own)) as copy,
+    ):
+        yield copy
+
+
+def taken(copy: StateCopy) -> TrainerState:
+    copy.begin()
+    return copy.staged.result(timeout=10)
+
+
 def state_of(trainer: Any, path: Path) -> Restore:
     """The state of ``trainer`` as a file, as the background writer makes one."""
-    with closing(StateCopy(trainer.actor, trainer.engine)) as copy:
-        state = copy.take()
+    with copy_of(trainer) as copy:
+        state = taken(copy)
         shutil.copyfile(state.tensors.uri, path)
     return Restore(
         path=str(path), version=state.tensors.version, optimizer_steps=state.optimizer_steps
@@ -68,10 +86,10 @@ def test_copy_stays_as_it_is_while_training_goes_on(
     make_trainer: Callable[..., Any], rollouts: list[TrainSample]
 ) -> None:
     trainer = make_trainer(lr=1e-2)
-    with closing(StateCopy(trainer.actor, trainer.engine)) as copy:
-        empty = load_file(copy.take().tensors.uri)
+    with copy_of(trainer) as copy:
+        empty = load_file(taken(copy).tensors.uri)
         trainer.actor.update(rollouts, V1)
-        state = copy.take()
+        state = taken(copy)
         before = load_file(state.tensors.uri)
         trainer.actor.update(rollouts, V2)
         after = load_file(state.tensors.uri)
@@ -110,11 +128,74 @@ def test_weights_between_two_versions_are_not_copied(
     make_trainer: Callable[..., Any], rollouts: list[TrainSample]
 ) -> None:
     trainer = make_trainer(lr=1e30, ppo_n_minibatches=2)
-    with closing(StateCopy(trainer.actor, trainer.engine)) as copy:
+    with copy_of(trainer) as copy:
         with pytest.raises(NonFiniteLoss):
             trainer.actor.update(rollouts, V1)
         with pytest.raises(TrainingError, match="between two optimizer steps"):
-            copy.take()
+            copy.begin()
+
+
+def test_an_update_computes_during_the_copy_and_changes_nothing_before_it_is_complete(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample]
+) -> None:
+    trainer = make_trainer(lr=1e-2)
+    trainer.actor.update(rollouts, V1)
+    before = trainer.engine.snapshot()
+    waits, held = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(max_workers=1) as thread, copy_of(trainer, thread) as copy:
+
+        def before_step() -> None:
+            waits.set()
+            copy.maybe_wait_for_staging()
+
+        thread.submit(held.wait)  # the copy does not begin before this ends
+        assert copy.begin() == V1
+        with ThreadPoolExecutor(max_workers=1) as training:
+            update = training.submit(trainer.actor.update, rollouts, V2, before_step=before_step)
+            assert waits.wait(timeout=10)
+            assert not update.done()
+            held.set()
+            assert update.result(timeout=10).version == V2
+        state = copy.staged.result(timeout=10)
+        assert state.tensors.version == V1
+        copied = load_file(state.tensors.uri)
+        assert update.result().staging_seconds > 0
+    assert all(torch.equal(copied[f"weights/{name}"], before[name]) for name in before)
+    after = trainer.engine.snapshot()
+    assert not all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_an_update_that_fails_to_copy_goes_on_and_the_snapshot_says_why(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    trainer = make_trainer(lr=1e-2)
+    with copy_of(trainer) as copy:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        copy.begin()
+        trainer.actor.update(rollouts, V1, before_step=copy.maybe_wait_for_staging)
+        with pytest.raises(WeightSyncError, match="no shared memory"):
+            copy.staged.result(timeout=10)
+
+
+def test_memory_that_was_prepared_is_the_one_that_is_filled(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, made = make_trainer(lr=1e-2), []
+    trainer.actor.update(rollouts, V1)
+    with ThreadPoolExecutor(max_workers=1) as thread, copy_of(trainer, thread) as copy:
+        copy.prepare()
+        thread.submit(lambda: None).result(timeout=10)
+        monkeypatch.setattr(os, "memfd_create", made.append)
+        assert set(load_file(taken(copy).tensors.uri)) > {"random_state"}
+    assert made == []
+
+
+def test_a_snapshot_that_was_never_begun_is_an_error(make_trainer: Callable[..., Any]) -> None:
+    with copy_of(make_trainer()) as copy, pytest.raises(CheckpointError, match="was begun"):
+        _ = copy.staged
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "unreadable"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from offbeat.config import ActorConfig, NormConfig, OptimizerConfig
 from offbeat.errors import ModelError, NonFiniteLoss, TrainingError
@@ -87,6 +90,42 @@ async def test_weights_between_two_versions_are_not_published(
         with pytest.raises(TrainingError, match="neither trained on nor published"):
             await service.publish()
         assert before.version == 0
+
+
+class WatchedEvent(threading.Event):
+    """Says when somebody begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+@pytest.mark.invariant("I04")
+async def test_an_update_does_not_step_while_the_state_before_it_is_copied(
+    tiny: Path, rollouts: list[TrainSample]
+) -> None:
+    async with open_service(spec(tiny, lr=1e-2)) as service:
+        before = load_file((await service.publish()).uri)
+        held, copied = threading.Event(), WatchedEvent()
+        service._state._copied = copied
+        service._state._thread.submit(held.wait)  # the copy does not begin before this ends
+        await service.begin_snapshot()
+        with write_blob(encode(rollouts)) as blob:
+            update = asyncio.ensure_future(service.update(blob.ref, V1))
+            waits = asyncio.ensure_future(asyncio.to_thread(copied.waited_for.wait, 10))
+            await asyncio.wait([update, waits], return_when=asyncio.FIRST_COMPLETED)
+            waited = copied.waited_for.is_set()
+            copied.waited_for.set()  # an update that does not wait shall not keep the test waiting
+            held.set()
+            assert (await update).version == V1
+            await waits
+        assert waited
+        state = load_file((await service.snapshot()).tensors.uri)
+    assert all(torch.equal(state[f"weights/{name}"], before[name]) for name in before)
 
 
 async def test_model_that_is_not_there_is_named_before_serving(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_integers_are_never_converted_to_floats() -> None:
             subscriber.stage(update)
 
 
+@pytest.mark.invariant("I14")
 def test_wrong_digest_is_refused_and_both_digests_are_named(publisher: MemoryPublisher) -> None:
     update = publisher.publish(V1)
     live = zeros_like(tensors(0))
@@ -118,6 +119,7 @@ def test_wrong_digest_is_refused_and_both_digests_are_named(publisher: MemoryPub
     assert not live["embed"].any()
 
 
+@pytest.mark.invariant("I14")
 def test_reader_that_stages_after_the_buffer_was_overwritten_is_refused() -> None:
     source = tensors(0)
     with MemoryPublisher(source.items()) as publisher:

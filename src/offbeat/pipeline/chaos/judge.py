@@ -6,15 +6,21 @@ a claim, whether it holds, and the numbers behind it.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.observe import ledger, summary
+from offbeat.observe.find import METRICS_FILE
 from offbeat.observe.ledger import Fate, LedgerRow
 from offbeat.observe.rollouts import RolloutRow, read_rollouts, recorded_steps
+from offbeat.observe.sinks import read_metrics
 from offbeat.types import GroupId
+
+LAST_STEPS = 10
+"""Steps over which the training reward is averaged in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +32,11 @@ class Finding:
     detail: str
 
 
-def judge(run_dir: Path, *, max_staleness: int) -> list[Finding]:
+def judge(run_dir: Path, *, max_staleness: int, reach: float | None = None) -> list[Finding]:
     """Everything that can be told from the folder of a run that has ended.
+
+    Args:
+        reach: the reward that it should have come to; None judges no reward.
 
     Raises:
         DataError: ledger, rollouts or summary are missing or cannot be read.
@@ -40,7 +49,7 @@ def judge(run_dir: Path, *, max_staleness: int) -> list[Finding]:
         _trained_once(rows, rollouts),
         _lag(rows, max_staleness),
         _token_versions(rollouts),
-        _learned(run_dir),
+        _learned(run_dir, reach),
     ]
 
 
@@ -117,11 +126,28 @@ def _token_versions(rollouts: Sequence[RolloutRow]) -> Finding:
     )
 
 
-def _learned(run_dir: Path) -> Finding:
-    """For a person: nothing says how far a run has to come."""
+def _learned(run_dir: Path, reach: float | None) -> Finding:
+    """Information for a person where nobody said how far the run has to come."""
     found = summary.read_summary(run_dir / summary.FILE_NAME)
     ends = [(name, c.first, c.last) for name, c in (("eval", found.eval), ("train", found.reward))]
     known = [f"{name} {a:.3f} to {b:.3f}" for name, a, b in ends if a is not None and b is not None]
+    way = f"{', '.join(known) or 'none'} in {found.steps} steps"
+    if reach is None:
+        return Finding(claim="reward", holds=None, detail=way)
+    name, best = _best_reward(run_dir, found)
     return Finding(
-        claim="reward", holds=None, detail=f"{', '.join(known) or 'none'} in {found.steps} steps"
+        claim=f"the reward reached {reach:g}",
+        holds=best is not None and best >= reach,
+        detail=f"{name} {'none' if best is None else f'{best:.3f}'}; {way}",
     )
+
+
+def _best_reward(run_dir: Path, found: summary.Summary) -> tuple[str, float | None]:
+    """The best on the validation set; of a run without one, the mean of the last training steps."""
+    if found.eval.best is not None:
+        return "best eval", found.eval.best
+    metrics = run_dir / METRICS_FILE
+    records = read_metrics(metrics) if metrics.is_file() else ()
+    rewards = [r.metrics["reward/mean"] for r in records if "reward/mean" in r.metrics]
+    last = rewards[-LAST_STEPS:]
+    return f"mean of the last {len(last)} steps", statistics.fmean(last) if last else None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.config import RunConfig, load
+from offbeat.errors import DataError
 from offbeat.observe.terminal import table
 from offbeat.pipeline.chaos.faults import LOSES_GENERATOR, Fault, Injection, Injector
 from offbeat.pipeline.chaos.judge import Finding, judge
@@ -49,7 +50,7 @@ MEMORY_SECONDS = 2.0
 JUDGED_SECONDS = 600.0
 """Memory of a run that was watched for less is only shown: allocators still fill their pools."""
 
-INTERRUPTED = 130
+TERMINATED = 143
 RESTARTED = "; restarting it ("
 """What the run says of each generator that it replaces (``generate/healing.py``)."""
 
@@ -61,7 +62,7 @@ MIB = 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to run and how to break it: a fault about ``every`` seconds, for ``minutes`` from the
-    first step on; null lets the run come to its own end.
+    first step on; null lets the run come to its own end. ``reach``: see ``judge``.
     """
 
     config: Path
@@ -70,6 +71,7 @@ class Plan:
     every: float
     seed: int
     minutes: float | None
+    reach: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,6 @@ def soak(plan: Plan, say: Callable[[str], None]) -> Report:
 
     Raises:
         ConfigError: the configuration cannot be used.
-        DataError: the run left a folder that cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="offbeat-chaos-") as scratch:
         overrides = [*plan.overrides, *_additions(plan, Path(scratch))]
@@ -124,8 +125,16 @@ def soak(plan: Plan, say: Callable[[str], None]) -> Report:
         findings = watch.findings(output.read_text(encoding="utf-8", errors="replace"))
         if run_dir.is_dir():
             shutil.copy(output, run_dir / "logs" / OUTPUT_NAME)
-            findings += judge(run_dir, max_staleness=cfg.rollout.max_staleness)
+            findings += _judged(run_dir, cfg, plan)
     return Report(run_dir=run_dir, injections=watch.injections, findings=findings)
+
+
+def _judged(run_dir: Path, cfg: RunConfig, plan: Plan) -> list[Finding]:
+    """What the folder tells; what was seen from outside counts also where it tells nothing."""
+    try:
+        return judge(run_dir, max_staleness=cfg.rollout.max_staleness, reach=plan.reach)
+    except DataError as exc:
+        return [Finding(claim="the run left a readable folder", holds=False, detail=str(exc))]
 
 
 def _additions(plan: Plan, poison_dir: Path) -> Iterator[str]:
@@ -182,8 +191,11 @@ def _child(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen[
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Ask it to end as Ctrl-C does; False when it had to be killed."""
-    child.send_signal(signal.SIGINT)
+    """Ask it to end in order; False when it had to be killed.
+
+    By SIGTERM: a shell lets what it starts in the background ignore Ctrl-C, and so do its children.
+    """
+    child.send_signal(signal.SIGTERM)
     try:
         child.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -279,7 +291,7 @@ class _Watch:
         ]
 
     def _end_as_expected(self, output: str) -> Finding:
-        expected = INTERRUPTED if self._asked else os.EX_OK
+        expected = TERMINATED if self._asked else os.EX_OK
         code = self._child.returncode
         fine = self._ended and code == expected
         last = "" if fine else ": " + " | ".join(output.splitlines()[-TAIL_LINES:])

@@ -1,27 +1,31 @@
-"""One background process that writes folders, and the controller's side of it.
+"""Saves in the background: one process that writes folders, and the controller's side of it.
 
-Owns the process, the one job in flight, and the moment at which its error is raised. Knows no
+Owns the process, the one save in flight, and the moment at which its error is raised. Knows no
 content: a job says where everything lies. Knows no torch.
 
-    submit(job) ──► Copied   … training goes on … Done
-                    next submit(), wait() or close() waits here and raises what went wrong
+    save(job)                  returns at once           … the writer copies the source …
+    maybe_wait_for_staging()   the source may change     … training goes on, the writer writes …
+    next save(), wait() or finalize() waits for the end, and raises what went wrong
 
-At most one job is in flight; nobody has to poll for its end. A process that dies during a job fails
-that job; one that dies with nothing to do is replaced by the next job, and counted.
+At most one save is in flight; nobody has to poll for its end. A process that dies during a save
+fails that save; one that dies with nothing to do is replaced by the next save, and counted.
+
+The names are those of trainers that save through ``torch.distributed.checkpoint``. Here no
+collective is needed, hence no process groups: what a rank stages lies in shared memory that any
+process of its machine can read, and the one controller decides when a save is complete. Why not
+``async_save``: see ``docs/checkpoints.md``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +33,8 @@ from typing import Self
 import msgspec
 
 from offbeat.checkpoint.writer import Copied, Done, Failed, Job, Reply
-from offbeat.errors import CheckpointError, boundary, by_name
+from offbeat.config import AsyncMode
+from offbeat.errors import CheckpointError, OffbeatError, boundary, by_name
 from offbeat.launch.interrupts import patience
 
 log = logging.getLogger(__name__)
@@ -42,42 +47,42 @@ DEADLINE_SECONDS = 600.0
 """Bound of every wait for the writer."""
 
 
-class SaveMode(StrEnum):
-    """What ``Saver.save`` waits for; ``AUTO`` is async where weights can be read through /proc."""
-
-    SYNC = "sync"
-    ASYNC = "async"
-    AUTO = "auto"
-
-    def resolve(self) -> SaveMode:
-        """This mode with ``AUTO`` decided for this platform."""
-        if self is not SaveMode.AUTO:
-            return self
-        shared = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
-        return SaveMode.ASYNC if shared else SaveMode.SYNC
+def resolve(mode: AsyncMode) -> AsyncMode:
+    """``mode`` with ``AUTO`` decided: ``ASYNC`` where weights can be read through /proc."""
+    if mode is not AsyncMode.AUTO:
+        return mode
+    shared = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+    return AsyncMode.ASYNC if shared else AsyncMode.SYNC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """One finished save.
 
-    ``blocked_seconds`` were spent in ``submit``, waiting for the one before included;
-    ``background_seconds`` are the writer's, from the job's arrival to the folder in place.
+    ``blocked_seconds`` is what its caller spent in waiting for it: for its beginning, for the copy
+    of its source, and for its end where somebody asked for that. ``background_seconds`` are the
+    writer's, from the job's arrival to the folder in place.
     """
 
     step: int
     path: Path
-    mode: SaveMode
+    mode: AsyncMode
     nbytes: int
     blocked_seconds: float
     background_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _InFlight:
+    """The save that goes on; ``staged``: its source was copied."""
+
     step: int
     path: Path
+    staged: bool = False
     blocked_seconds: float = 0.0
+
+    def error(self, what: str, kind: type[OffbeatError] = CheckpointError) -> OffbeatError:
+        return kind(f"step {self.step}: saving {self.path} {what}")
 
 
 class _WriterProcess:
@@ -154,24 +159,32 @@ class _WriterProcess:
                 await self.kill()
 
 
-class BackgroundWriter:
-    """Runs jobs in one process, one at a time; an async context manager.
+class AsyncCheckpointManager:
+    """Saves through one process, one at a time; an async context manager.
 
-    The process starts with the first job, or with ``start``; from the main thread: a child dies
+    The process starts with the first save, or with ``start``; from the main thread: a child dies
     with the thread that started it.
 
     Args:
-        mode: ``SYNC`` or ``ASYNC``; in the background the process yields the CPU to training.
+        mode: what ``save`` waits for; in the background the process yields the CPU to training.
         deadline_seconds: bound of every wait for it.
     """
 
-    def __init__(self, *, mode: SaveMode, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        self._mode = mode
+    def __init__(self, *, mode: AsyncMode, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        self._mode = resolve(mode)
         self._deadline = deadline_seconds
         self._process: _WriterProcess | None = None
         self._in_flight: _InFlight | None = None
+        self._failure: OffbeatError | None = None
+        # Two tasks may wait for the same save; one of them reads what the writer says.
+        self._reading = asyncio.Lock()
         self._reports: list[SaveReport] = []
         self._restarts = 0
+
+    @property
+    def mode(self) -> AsyncMode:
+        """``SYNC`` or ``ASYNC``."""
+        return self._mode
 
     @property
     def pid(self) -> int | None:
@@ -184,18 +197,17 @@ class BackgroundWriter:
         return self._restarts
 
     async def start(self) -> None:
-        """Start the process now, so that the first job does not wait for it."""
+        """Start the process now, so that the first save does not wait for it."""
         await self._living()
 
-    async def submit(self, job: Job, *, step: int, path: Path, wait_for_copy: bool = True) -> None:
-        """Hand a job over; with ``wait_for_copy`` its source may change when this returns.
+    async def save(self, job: Job, *, step: int, path: Path) -> None:
+        """Begin a save; in ``SYNC`` mode also end it.
 
-        Waits for the job before this one and raises its error; this one is then not started.
+        Waits for the save before this one and raises its error; this one is then not started.
 
         Args:
-            job: writes the folder ``path`` of ``step``.
-            wait_for_copy: return at the job's first answer; otherwise at once, and its source must
-                stay as it is until ``wait`` returns.
+            job: writes the folder ``path`` of ``step``. Its source must stay as it is until
+                ``maybe_wait_for_staging`` returns, or ``wait`` where nothing else copies it.
 
         Raises:
             CheckpointError: names the step, the path and what went wrong.
@@ -205,30 +217,42 @@ class BackgroundWriter:
         process = await self._living()
         flight = self._in_flight = _InFlight(step=step, path=path)
         await process.send(job)
-        reply = await self._reply(flight) if wait_for_copy else Copied()
-        flight = dataclasses.replace(flight, blocked_seconds=time.monotonic() - started)
-        if isinstance(reply, Copied):
-            self._in_flight = flight
-        else:
-            self._finish(flight, reply)
+        flight.blocked_seconds = time.monotonic() - started
+        if self._mode is AsyncMode.SYNC:
+            await self.wait()
+
+    async def maybe_wait_for_staging(self) -> None:
+        """Return when the source of the save in flight, if any, was copied or is not needed.
+
+        Raises nothing: an error of staging is the save's, see ``wait``.
+        """
+        flight = self._in_flight
+        while flight is not None and flight is self._in_flight and not flight.staged:
+            await self._hear_of(flight)
+
+    async def settle(self) -> None:
+        """Return when no save is in flight. Raises nothing: its error is kept for ``wait``."""
+        while (flight := self._in_flight) is not None:
+            await self._hear_of(flight)
 
     async def wait(self) -> None:
-        """Wait for the job in flight, if any. Raises its CheckpointError, once."""
-        while (flight := self._in_flight) is not None:
-            reply = await self._reply(flight)
-            if not isinstance(reply, Copied):  # comes here after a submit that was canceled
-                self._finish(flight, reply)
+        """Wait for the save in flight, if any. Raises its CheckpointError, once."""
+        await self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def take_reports(self) -> tuple[SaveReport, ...]:
-        """Reports of the jobs known to be finished since the last call.
+        """Reports of the saves known to be finished since the last call.
 
-        An async job is known to be finished after the next ``submit``, ``wait`` or ``close``.
+        One in the background is known to be finished after the next ``save``, ``settle``, ``wait``
+        or ``finalize``.
         """
         reports, self._reports = tuple(self._reports), []
         return reports
 
-    async def close(self) -> None:
-        """Wait for the job in flight and end the process. Raises the job's CheckpointError."""
+    async def finalize(self) -> None:
+        """Wait for the save in flight and end the process. Raises the save's CheckpointError."""
         process = self._process
         if process is None:
             return
@@ -248,7 +272,7 @@ class BackgroundWriter:
         try:
             if isinstance(exc, asyncio.CancelledError):
                 await self._hurry()
-            await self.close()
+            await self.finalize()
         except CheckpointError as failure:
             if exc is None:
                 raise
@@ -275,7 +299,7 @@ class BackgroundWriter:
             ) from None
 
     async def _living(self) -> _WriterProcess:
-        """The process, or a new one: no job is in flight, so the death of the old one cost none."""
+        """The process, or a new one: with no save in flight the old one's death cost none."""
         process = self._process
         if process is not None and not process.is_dead:
             return process
@@ -283,42 +307,48 @@ class BackgroundWriter:
             if not process.mourned:
                 log.warning("%s with nothing to do; starting another", await process.death())
             self._restarts += 1
-        nice = _BACKGROUND_NICE if self._mode is SaveMode.ASYNC else 0
+        nice = _BACKGROUND_NICE if self._mode is AsyncMode.ASYNC else 0
         self._process = await _WriterProcess.start(nice)
         return self._process
 
-    async def _reply(self, flight: _InFlight) -> Reply:
+    async def _hear_of(self, flight: _InFlight) -> None:
+        """Take in one answer about ``flight``, unless another task does so meanwhile."""
+        asked, before = time.monotonic(), flight.staged
+        async with self._reading:
+            if flight is self._in_flight and flight.staged is before:
+                reply = await self._reply(flight)
+                flight.blocked_seconds += time.monotonic() - asked
+                self._take_in(flight, reply)
+
+    async def _reply(self, flight: _InFlight) -> Reply | OffbeatError:
         process = self._process
         assert process is not None
         try:
             async with asyncio.timeout(self._deadline):
                 return await process.reply()
         except TimeoutError:
-            self._in_flight = None
             await process.death()
-            raise CheckpointError(
-                f"step {flight.step}: saving {flight.path} did not end within {self._deadline} s; "
-                "the writer was killed"
-            ) from None
+            return flight.error(f"did not end within {self._deadline} s; the writer was killed")
         except CheckpointError as exc:
-            self._in_flight = None
-            raise CheckpointError(
-                f"step {flight.step}: saving {flight.path} failed: {exc}"
-            ) from exc
+            return flight.error(f"failed: {exc}")
 
-    def _finish(self, flight: _InFlight, reply: Done | Failed) -> None:
+    def _take_in(self, flight: _InFlight, reply: Reply | OffbeatError) -> None:
+        if isinstance(reply, Copied):
+            flight.staged = True
+            return
         self._in_flight = None
-        if isinstance(reply, Failed):
-            raise by_name(reply.error)(
-                f"step {flight.step}: saving {flight.path} failed: {reply.text}"
+        if isinstance(reply, Done):
+            self._reports.append(
+                SaveReport(
+                    step=flight.step,
+                    path=flight.path,
+                    mode=self._mode,
+                    nbytes=reply.nbytes,
+                    blocked_seconds=flight.blocked_seconds,
+                    background_seconds=reply.seconds,
+                )
             )
-        self._reports.append(
-            SaveReport(
-                step=flight.step,
-                path=flight.path,
-                mode=self._mode,
-                nbytes=reply.nbytes,
-                blocked_seconds=flight.blocked_seconds,
-                background_seconds=reply.seconds,
-            )
-        )
+        elif isinstance(reply, Failed):
+            self._failure = flight.error(f"failed: {reply.text}", by_name(reply.error))
+        else:
+            self._failure = reply
