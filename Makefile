@@ -57,6 +57,7 @@ bench: $(VENV)/.dev $(BENCH_MODEL)/config.json
 	$(BENCH)/train_step.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS) --groups 4
 	$(BENCH)/train_step.py --logprob-memory --runs $(BENCH_RUNS) --logprob-tokens 4096
 	$(BENCH)/publish.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS)
+	$(BENCH)/checkpoint.py --model $(BENCH_MODEL) --runs $(BENCH_RUNS)
 	$(BENCH)/tasks.py --runs $(BENCH_RUNS) --tasks 20000
 	$(BENCH)/staleness.py --runs $(BENCH_RUNS) --steps 50
 	$(BENCH)/async_vs_sync.py --runs $(BENCH_RUNS) --bursts 1

@@ -70,7 +70,7 @@ class Offbeat:
         self.model = load_model(str(model), dtype=torch.float32, device=torch.device("cpu"))
         if dtype == "float32" and use_onednn(None, torch.float32, self.model):
             prepare_for_training(self.model)
-        self._engine = SingleDeviceEngine(
+        self.engine = SingleDeviceEngine(
             self.model,
             compute_dtype=getattr(torch, dtype),
             optimizer=OptimizerConfig(),
@@ -84,8 +84,8 @@ class Offbeat:
     def logprobs(self, rows: Rows) -> Tensor:
         from offbeat.train.batch import TrainBatch
 
-        batch = TrainBatch.build(_samples(rows), self._engine.device)
-        return self._engine.logprobs(batch, 1.0)[0]
+        batch = TrainBatch.build(_samples(rows), self.engine.device)
+        return self.engine.logprobs(batch, 1.0)[0]
 
 
 def _samples(rows: Rows) -> list[TrainSample]:

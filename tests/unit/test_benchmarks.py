@@ -12,7 +12,16 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPTS = ("engine", "train_step", "vs_trl", "async_vs_sync", "staleness", "tasks")
+SCRIPTS = (
+    "engine",
+    "train_step",
+    "publish",
+    "checkpoint",
+    "vs_trl",
+    "async_vs_sync",
+    "staleness",
+    "tasks",
+)
 
 ECHO = """
 import os, sys
