@@ -166,7 +166,7 @@ class OffbeatRun:
 
 def threads_of(cfg: RunConfig, cores: int) -> dict[str, int]:
     """CPU threads of the trainer and of one generator that a run of ``cfg`` on ``cores`` takes."""
-    from offbeat.pipeline.run import usable_cores
+    from offbeat.pipeline.workers import usable_cores
 
     usable = min(cores, usable_cores(cfg.model.path))
     return {

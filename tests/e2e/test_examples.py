@@ -54,6 +54,7 @@ def short_notebook() -> str:
     return short
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(short_notebook())
     output = finish([sys.executable, "notebook.py"], tmp_path)

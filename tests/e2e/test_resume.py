@@ -231,6 +231,23 @@ def test_a_run_without_a_snapshot_starts_over_and_says_so(lab: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.invariant("I04")
+def test_a_complete_run_that_goes_back_to_a_snapshot_ends_with_the_same_bits_again(
+    lab: Any,
+) -> None:
+    told = ("trial_name=back", f"total_train_steps={STEPS}", "recover.freq_steps=2", *SAVED)
+    run = lab.train(*told)
+    assert run.end() == 0, run.output
+    ended, steps = weights(lab, "back"), without_times(lab.metrics("back"))
+    older = snapshots(lab, "back")[-2]
+    again = lab.train(*told, "--resume-from", str(older.relative_to(lab.folder)))
+    assert again.end() == 0, again.output
+    assert f"snapshots/{older.name} as attempt 2" in again.output
+    assert (weights(lab, "back"), without_times(lab.metrics("back"))) == (ended, steps)
+    check_ledger(lab, "back", STEPS)
+
+
+@pytest.mark.slow
 def test_recover_auto_starts_a_run_and_continues_it_with_the_same_command(lab: Any) -> None:
     told = ("recover.mode=auto", OFTEN, SLOW, f"total_train_steps={STEPS}")
     run = lab.train(*told)

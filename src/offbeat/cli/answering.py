@@ -94,7 +94,7 @@ def session_spec(
 ) -> SessionSpec:
     """How to start the model of ``folder``."""
     from offbeat.generate.session import SessionSpec
-    from offbeat.pipeline.run import usable_cores
+    from offbeat.pipeline.workers import usable_cores
 
     return SessionSpec(
         model_dir=folder,

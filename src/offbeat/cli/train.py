@@ -29,18 +29,28 @@ def train(
             help="Continue the run of this trial_name, or else the newest of this experiment.",
         ),
     ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume-from",
+            metavar="SNAPSHOT",
+            help="Continue a run from this snapshot of it, and set aside what came later.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model; metrics, rollouts and checkpoints go to the run's folder."""
     from offbeat.config import load
     from offbeat.pipeline.run import PPOTrainer
 
     cfg = load(config, overrides or [])
-    if dry_run and resume:
+    if dry_run and (resume or resume_from):
         raise typer.BadParameter("--dry-run checks a run that starts; leave --resume out")
+    if resume and resume_from:
+        raise typer.BadParameter("--resume-from says where to resume; leave --resume out")
     if dry_run:
         _dry_run(cfg)
         return
-    trainer = PPOTrainer.from_config(cfg, resume=resume)
+    trainer = PPOTrainer.from_config(cfg, resume=resume, resume_from=resume_from)
     typer.echo(f"run folder {trainer.run_dir}")
     try:
         trainer.run()
@@ -55,7 +65,8 @@ def _dry_run(cfg: RunConfig) -> None:
     from offbeat.launch import interrupts
     from offbeat.observe.trackers.kinds import check_installed
     from offbeat.pipeline.preflight import prepare, try_reward
-    from offbeat.pipeline.run import free_run_dir, usable_cores
+    from offbeat.pipeline.run_folder import free_run_dir
+    from offbeat.pipeline.workers import usable_cores
     from offbeat.types import Scored
 
     free_run_dir(cfg)

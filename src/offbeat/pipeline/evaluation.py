@@ -30,7 +30,7 @@ from offbeat.pipeline.preflight import (
     open_workflow,
     sampling_plan,
 )
-from offbeat.pipeline.run import generator_specs, open_generator, start_all, usable_cores
+from offbeat.pipeline.workers import generator_specs, open_generator, start_all, usable_cores
 from offbeat.protocols import Generator, Workflow
 from offbeat.rollout.reward import AsyncRewardWrapper
 from offbeat.types import PolicyVersion

@@ -42,8 +42,8 @@ from offbeat.model.check import check_folder
 from offbeat.observe.rollouts import read_rollouts, read_update, recorded_steps, rollouts_path
 from offbeat.pipeline.devices import check_device
 from offbeat.pipeline.resume import machine_changes
-from offbeat.pipeline.run import UPDATE_TIMEOUT_SECONDS, place_of, trainer_worker
 from offbeat.pipeline.update_record import UpdateRecord
+from offbeat.pipeline.workers import UPDATE_TIMEOUT_SECONDS, place_of, trainer_worker
 from offbeat.rollout.samples import recorded_samples
 from offbeat.train.client import RemoteTrainer, Restore, TrainerSpec
 from offbeat.types import Environment, WeightUpdate

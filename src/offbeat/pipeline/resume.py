@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint import snapshot as snapshots
-from offbeat.checkpoint.folders import CHECKPOINTS, set_aside
-from offbeat.checkpoint.snapshot import RunState, Snapshot, newest_snapshot
+from offbeat.checkpoint.folders import CHECKPOINTS, set_aside, step_folders
+from offbeat.checkpoint.snapshot import RunState, Snapshot, newest_snapshot, read_snapshot
 from offbeat.config import RunConfig, load, to_mapping, to_yaml
 from offbeat.errors import CheckpointError, ConfigError, boundary
 from offbeat.observe import liveness
@@ -94,6 +94,31 @@ def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     return None
 
 
+def run_of_snapshot(cfg: RunConfig, snapshot: Path) -> Path:
+    """The folder of the run that ``snapshot`` was taken of; ``cfg`` must mean the same one.
+
+    Raises:
+        ConfigError: it is no snapshot, or one of another run; or that run is still running.
+    """
+    there = snapshot.resolve()
+    run_dir = there.parent.parent
+    if there.parent.name != snapshots.FOLDER or there not in step_folders(there.parent):
+        raise ConfigError(
+            f"--resume-from: {snapshot} is no snapshot; name a folder such as "
+            f"runs/EXPERIMENT/TRIAL/{snapshots.FOLDER}/step-000100 (`offbeat checkpoint ls` lists "
+            "them)"
+        )
+    meant = Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or run_dir.name)
+    if meant.resolve() != run_dir:
+        raise ConfigError(
+            f"--resume-from: {snapshot} is of the run in {run_dir}, and the configuration means "
+            f"{meant} (fileroot, experiment_name, trial_name)"
+        )
+    if liveness.life_of(meant) is Life.ALIVE:
+        raise ConfigError(f"--resume-from: {meant} is still running; there is nothing to resume")
+    return meant
+
+
 def _age(run_dir: Path) -> float:
     return changed_at(run_dir) if (run_dir / CONFIG_FILE).is_file() else 0.0
 
@@ -162,14 +187,17 @@ def rewrite_config(cfg: RunConfig, run_dir: Path, attempt: int) -> None:
             aside.write_text(text, encoding="utf-8")
 
 
-def continue_run(run_dir: Path, ledger: Ledger) -> Continuation:
-    """Begin the next attempt at the newest good snapshot, or at the start where there is none.
+def continue_run(run_dir: Path, ledger: Ledger, snapshot: Path | None = None) -> Continuation:
+    """Begin the next attempt at ``snapshot``, or else at the newest good one, or at the start where
+    there is none.
 
     Raises:
-        CheckpointError: there are snapshots, and none can be used; or the disk refused.
+        CheckpointError: ``snapshot`` is damaged; or there are some, and none can be used; or the
+            disk refused.
         DataError: ``metrics.jsonl`` is damaged in its middle.
     """
-    found = newest_snapshot(run_dir / snapshots.FOLDER)
+    there = run_dir / snapshots.FOLDER
+    found = newest_snapshot(there) if snapshot is None else read_snapshot(there / snapshot.name)
     ended, step = ledger.attempt, BEFORE_THE_FIRST_STEP
     open_groups: tuple[GroupId, ...] = ()
     next_group = GroupId(0)

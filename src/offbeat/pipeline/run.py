@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import socket
 import threading
@@ -26,7 +25,6 @@ from offbeat.checkpoint.snapshot import RunState, Snapshot, Snapshots
 from offbeat.config import (
     ActorConfig,
     EvaluatorConfig,
-    KVOnUpdate,
     Lookahead,
     NormLevel,
     RecoverConfig,
@@ -41,10 +39,8 @@ from offbeat.errors import (
     ConfigError,
     OffbeatError,
     boundary,
-    true_cause,
 )
-from offbeat.generate import client as generate_client
-from offbeat.generate.client import EngineInfo, GeneratorSpec, RemoteGenerator
+from offbeat.generate.client import EngineInfo
 from offbeat.generate.gateway.access import listening, resolve_token
 from offbeat.generate.gateway.answers import Answers
 from offbeat.generate.gateway.http import Gateway, serve_gateway
@@ -52,7 +48,6 @@ from offbeat.generate.healing import HealingGenerator, while_healing
 from offbeat.generate.router import Router
 from offbeat.launch import interrupts
 from offbeat.launch.alive import while_alive
-from offbeat.launch.codec import encode
 from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.launch.scheduler import make_scheduler
 from offbeat.observe import liveness
@@ -78,30 +73,29 @@ from offbeat.pipeline.resume import (
     named_after,
     nothing_to_continue,
     rewrite_config,
+    run_of_snapshot,
     run_to_continue,
 )
+from offbeat.pipeline.run_folder import free_run_dir, named_by_clock
 from offbeat.pipeline.save_policy import ModelSaves, SavePolicy, SnapshotSaves
 from offbeat.pipeline.snapshots import SnapshotTaker
 from offbeat.pipeline.staleness import Policy
 from offbeat.pipeline.update_record import UpdateRecorder
+from offbeat.pipeline.workers import (
+    UPDATE_TIMEOUT_SECONDS,
+    generator_specs,
+    place_of,
+    start_all,
+    trainer_worker,
+    usable_cores,
+    why_not_repeatable,
+)
 from offbeat.protocols import Generator, Sink
 from offbeat.rollout.reward_given import record
-from offbeat.train import client as train_client
-from offbeat.train.client import RemoteTrainer, Restore, TrainerSpec
+from offbeat.train.client import RemoteTrainer, TrainerSpec
 from offbeat.types import Environment
 
 log = logging.getLogger(__name__)
-
-UPDATE_TIMEOUT_SECONDS = 3600.0
-"""Longest time one update may take before the trainer counts as hung."""
-
-CLOCK_NAMES = 1000
-"""Runs of one experiment that may be named in the same second."""
-
-SMALL_MODEL_BYTES = 50_000_000
-"""Below this size of the weights a matrix product is too small to share: a second thread costs more
-than it gives, and many times as much when another process wants the core.
-"""
 
 
 class PPOTrainer:
@@ -122,6 +116,7 @@ class PPOTrainer:
         clock_name: bool = False,
         reward_fn: Callable[..., object] | None = None,
         resume: bool = False,
+        snapshot: Path | None = None,
     ) -> None:
         self.cfg = cfg
         self.run_dir = run_dir
@@ -129,6 +124,7 @@ class PPOTrainer:
         self._clock_name = clock_name
         self._reward_fn = reward_fn
         self._resume = resume
+        self._snapshot = snapshot
 
     @classmethod
     def from_config(
@@ -137,6 +133,7 @@ class PPOTrainer:
         *,
         reward_fn: Callable[..., object] | None = None,
         resume: bool = False,
+        resume_from: Path | None = None,
     ) -> PPOTrainer:
         """Check ``cfg`` and what it names: model folder, data, workflow.
 
@@ -149,6 +146,8 @@ class PPOTrainer:
                 ``config.yaml`` records that there was one, and refuses to be run by itself.
             resume: continue the run of ``cfg.trial_name``, or without one the newest of the
                 experiment; ``recover.mode: auto`` does so where there is one.
+            resume_from: continue the run that this snapshot is of, from there. What it did
+                afterwards is set aside, even if it was complete.
 
         Raises:
             ConfigError, DataError, ModelError: what cannot be used, and the way out.
@@ -157,8 +156,8 @@ class PPOTrainer:
             cfg = record(cfg, reward_fn)
         if not isinstance(cfg, RunConfig):
             cfg = from_mapping(cfg, "the mapping given")
-        begun = None
-        if resume or cfg.recover.mode is RecoverMode.AUTO:
+        begun = None if resume_from is None else run_of_snapshot(cfg, resume_from)
+        if begun is None and (resume or cfg.recover.mode is RecoverMode.AUTO):
             begun = run_to_continue(cfg, asked=resume)
         if resume and begun is None:
             raise nothing_to_continue(cfg)
@@ -177,6 +176,7 @@ class PPOTrainer:
             clock_name=clock_name,
             reward_fn=reward_fn,
             resume=begun is not None,
+            snapshot=resume_from,
         )
 
     def run(self) -> Summary:
@@ -248,11 +248,11 @@ class PPOTrainer:
         return True
 
     def _continue(self, ledger: Ledger) -> Continuation:
-        if not is_unfinished(self.run_dir, self.inputs.steps):
+        if self._snapshot is None and not is_unfinished(self.run_dir, self.inputs.steps):
             raise is_complete(self.run_dir)  # by another process, while this one prepared
         (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
         rewrite_config(self.cfg, self.run_dir, ledger.attempt)
-        return continue_run(self.run_dir, ledger)
+        return continue_run(self.run_dir, ledger, self._snapshot)
 
     def _take_another_name(self) -> None:
         taken, self.cfg = self.run_dir, named_by_clock(self.cfg)
@@ -538,119 +538,8 @@ def _signal_rules(actor: ActorConfig) -> SignalRules:
     )
 
 
-def free_run_dir(cfg: RunConfig) -> Path:
-    """The folder of a run that has a name.
-
-    Raises:
-        ConfigError: something is in it, or it cannot be made.
-    """
-    run_dir = _run_dir(cfg)
-    with boundary(ConfigError, f"fileroot: the run folder {run_dir} cannot be made"):
-        _check_can_be_made(run_dir)
-    if cfg.trial_name is not None and _is_taken(run_dir):
-        goes_on = "; it was not finished: --resume continues it" if is_unfinished(run_dir) else ""
-        raise ConfigError(
-            f"trial_name: {run_dir} holds a run already; choose another trial_name, or leave it "
-            f"out to have one made from the clock{goes_on}"
-        )
-    return run_dir
-
-
-def _check_can_be_made(run_dir: Path) -> None:
-    """As far as that can be known without making it."""
-    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not there.is_dir():
-        problem = f"{there} is a file"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} cannot be written to"
-    else:
-        return
-    raise ConfigError(
-        f"fileroot: the run folder {run_dir} cannot be made: {problem}; choose another fileroot"
-    )
-
-
-def named_by_clock(cfg: RunConfig) -> RunConfig:
-    """``cfg`` with a trial name from the clock, with -2, -3, ... where a run has that one."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for suffix in ("", *(f"-{n}" for n in range(2, CLOCK_NAMES + 1))):
-        named = dataclasses.replace(cfg, trial_name=stamp + suffix)
-        if not _is_taken(_run_dir(named)):
-            return named
-    raise ConfigError(
-        f"trial_name: {CLOCK_NAMES} runs of {cfg.experiment_name} began in this second; set it"
-    )
-
-
-def _run_dir(cfg: RunConfig) -> Path:
-    return Path(cfg.fileroot) / cfg.experiment_name / (cfg.trial_name or "")
-
-
-def _is_taken(run_dir: Path) -> bool:
-    return run_dir.exists() and any(run_dir.iterdir())
-
-
 def _reward_log(run_dir: Path) -> Path:
     return run_dir / "logs" / "rewards.log"
-
-
-def trainer_worker(spec: TrainerSpec, threads: int) -> WorkerSpec:
-    """The process of a trainer."""
-    return WorkerSpec(
-        name="trainer", target=train_client.TARGET, payload=encode(spec), threads=threads
-    )
-
-
-def place_of(found: Snapshot) -> Restore:
-    """Where a trainer goes on that is restored from ``found``."""
-    return Restore(
-        path=str(found.tensors),
-        version=found.state.run.version,
-        optimizer_steps=found.state.optimizer_steps,
-    )
-
-
-def generator_specs(cfg: RunConfig, max_len: int, threads: int) -> list[WorkerSpec]:
-    """The generators of ``cfg.model``, each with so many CPU threads."""
-    spec = GeneratorSpec(
-        model_path=cfg.model.path,
-        dtype=cfg.generator.dtype or cfg.model.dtype,
-        device=cfg.model.device,
-        slots=cfg.generator.slots,
-        max_len=max_len,
-        onednn_linears=cfg.model.onednn_linears,
-        recompute_kv=cfg.generator.kv_on_update is KVOnUpdate.RECOMPUTE,
-    )
-    return [
-        WorkerSpec(
-            name=f"generator-{i}",
-            target=generate_client.TARGET,
-            payload=encode(spec),
-            threads=threads,
-        )
-        for i in range(cfg.generator.replicas)
-    ]
-
-
-def open_generator(cfg: RunConfig, worker: WorkerHandle) -> RemoteGenerator:
-    """The controller's end of a generator that was started."""
-    return RemoteGenerator(worker, request_timeout=cfg.rollout.request_timeout_seconds)
-
-
-def usable_cores(model_dir: str) -> int:
-    """Cores that a process can use well: one for a small model, else all of this machine."""
-    weights = sum(f.stat().st_size for f in Path(model_dir).glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL_BYTES else len(os.sched_getaffinity(0))
-
-
-async def start_all(scheduler: Scheduler, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
-    """Start the workers at the same time; in the order of ``specs``."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(scheduler.start(spec)) for spec in specs]
-    except BaseExceptionGroup as errors:
-        raise true_cause(errors) from errors
-    return [t.result() for t in tasks]
 
 
 def _compare_machines(recorder: Recorder, taken: Snapshot, now: Environment) -> None:
@@ -658,21 +547,6 @@ def _compare_machines(recorder: Recorder, taken: Snapshot, now: Environment) -> 
     changes = machine_changes(taken.state.environment, now)
     if changes:
         recorder.broken(Breach.MACHINE, f"it was resumed elsewhere: {'; '.join(changes)}")
-
-
-def why_not_repeatable(infos: Sequence[EngineInfo]) -> str:
-    """Why generators that say this of themselves may not write the same bits twice, or nothing."""
-    first = infos[0]
-    if (first.device, first.dtype) != ("cpu", "float32"):
-        return f"answers are computed in {first.dtype} on {first.device}, not in float32 on a CPU"
-    if any(info != first for info in infos):
-        return "the generators do not compute alike (threads, oneDNN or agreement differ)"
-    if not first.bitwise:
-        return (
-            f"cached decode and training pass agree to {first.max_error:.0e} nats only, so an "
-            "answer may depend on what is computed beside it"
-        )
-    return ""
 
 
 def _report_engine(info: EngineInfo) -> None:

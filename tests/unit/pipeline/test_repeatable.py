@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from offbeat.generate.client import EngineInfo
-from offbeat.pipeline.run import why_not_repeatable
+from offbeat.pipeline.workers import why_not_repeatable
 
 EXACT = EngineInfo(
     device="cpu",

@@ -32,6 +32,7 @@ from offbeat.pipeline.resume import (
     machine_changes,
     named_after,
     rewrite_config,
+    run_of_snapshot,
     run_to_continue,
 )
 from offbeat.types import (
@@ -126,6 +127,24 @@ def test_without_a_name_the_newest_run_of_the_experiment_is_meant_and_no_older_o
     assert run_to_continue(configure(), asked=True) == new
     ended(new, RunStatus.COMPLETED, 5)
     assert run_to_continue(configure(), asked=True) is None
+
+
+def test_a_snapshot_that_is_named_must_be_one_of_the_run_that_is_meant(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run_dir = begun(configure("mine"))
+    snapshot = run_dir / "snapshots" / "step-000003"
+    with pytest.raises(ConfigError, match=r"step-000003 is no snapshot; name a folder"):
+        run_of_snapshot(configure(), snapshot)
+    snapshot.mkdir(parents=True)
+    for cfg in (configure(), configure("mine")):
+        assert run_of_snapshot(cfg, snapshot) == run_dir
+    with pytest.raises(ConfigError, match=r"is of the run in .*mine, and .* means .*other"):
+        run_of_snapshot(configure("other"), snapshot)
+    with pytest.raises(ConfigError, match="mine is no snapshot"):
+        run_of_snapshot(configure(), run_dir)
+    with liveness.held(run_dir), pytest.raises(ConfigError, match="mine is still running"):
+        run_of_snapshot(configure(), snapshot)
 
 
 def test_run_that_still_runs_is_left_alone(configure: Callable[..., RunConfig]) -> None:
@@ -244,6 +263,21 @@ async def test_what_came_after_the_snapshot_is_set_aside_and_its_open_groups_are
         again = continue_run(tmp_path, ledger)
         assert (ledger.attempt, ledger.totals()) == (3, totals)
     assert again == found
+
+
+async def test_an_older_snapshot_that_is_named_is_used_and_the_newer_one_set_aside(
+    tmp_path: Path, snapshot_of: Callable[[Path, RunState], Awaitable[None]]
+) -> None:
+    stopped_run(tmp_path)
+    await snapshot_of(tmp_path, run_state(2, 7, 5, 6))
+    await snapshot_of(tmp_path, run_state(3, 9, 7, 8))
+    older = tmp_path / "snapshots" / "step-000002"
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        found = continue_run(tmp_path, ledger, older)
+    assert found.state is not None
+    assert found.state.step == 2
+    assert [path.name for path in step_folders(tmp_path / "snapshots")] == [older.name]
+    assert (tmp_path / "snapshots" / "step-000003.attempt-1").is_dir()
 
 
 async def test_newer_snapshots_that_were_refused_are_never_used_by_a_later_attempt(
