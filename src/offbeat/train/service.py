@@ -123,5 +123,7 @@ async def open_service(payload: bytes) -> AsyncIterator[TrainerService]:
         )
         loop = asyncio.get_running_loop()
         actor, publisher, state = await loop.run_in_executor(executor, _load, spec, staging)
-        with publisher, closing(state):
-            yield TrainerService(actor, publisher, state, executor, snapshots=spec.snapshots)
+        stack.enter_context(publisher)
+        stack.enter_context(closing(state))
+        stack.callback(staging.shutdown)  # a copy under way ends before its memory goes
+        yield TrainerService(actor, publisher, state, executor, snapshots=spec.snapshots)
