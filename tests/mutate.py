@@ -113,7 +113,7 @@ pipeline/loop.py raise self._stalled(step) from None => continue
 I12 unit/pipeline/test_loop.py: the report of a stall does not name what is pending
 pipeline/loop.py {pending_text(self._pending_groups())} =>
 I12 unit/checkpoint/test_saver.py: the wait for the writer has no deadline
-checkpoint/manager.py asyncio.timeout(self._deadline) => asyncio.timeout(None)
+checkpoint/manager.py self._deadline):\n                return => None):\n                return
 I13 unit/launch/test_launch_orphans.py: a worker outlives its parent
 launch/worker.py ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) => pass
 launch/worker.py loop.add_reader(control, stop) => pass

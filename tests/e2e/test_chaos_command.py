@@ -69,6 +69,8 @@ def test_a_run_survives_every_fault_and_all_claims_hold(lab: Any, mode: str) -> 
     )  # fmt: skip
     assert run.end(within=100) == 0, run.output
     assert "FAILS" not in run.output
+    assert "\nevery claim holds\nlook at the run: offbeat show runs/e2e/soak\n" in run.output
+    assert "exit code 143, as asked by SIGTERM after " in run.output
     assert re.search(r"the reward reached 0\.01 +holds", run.output)
     assert "(I01)" in run.output
     for fault in Fault:
@@ -89,7 +91,7 @@ def test_a_run_that_fails_under_faults_is_an_exit_code_of_one_with_its_last_word
     assert run.end() == 1, run.output
     assert re.search(r"the reward reached 1\.1 +FAILS", run.output)
     assert "FAILS" in run.output
-    assert "generator-0 was killed by SIGKILL" in run.output
+    assert re.search(r"generator-0 \(pid \d+\) was killed by SIGKILL", run.output)
     assert "Traceback" not in run.output
 
 

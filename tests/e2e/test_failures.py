@@ -39,6 +39,13 @@ def check_failed(lab: Any, run: Any, code: int, *names: str) -> None:
     assert lab.summary()["groups"]["open"] == 0
 
 
+def check_killed(lab: Any, run: Any, victim: str) -> None:
+    """Kill the worker: the run fails and names it."""
+    pid = run.worker(victim)
+    os.kill(pid, signal.SIGKILL)
+    check_failed(lab, run, run.end(within=SOON), f"{victim} (pid {pid}) was killed by SIGKILL")
+
+
 # Before anything starts
 
 
@@ -189,8 +196,7 @@ def test_empty_answers_are_scored_and_trained_on_like_any_other(lab: Any) -> Non
 @pytest.mark.parametrize("victim", ["generator-0", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_worker_killed_during_generation_ends_the_run_and_is_named(lab: Any, victim: str) -> None:
     run = lab.at("generation", ONE_LIFE)
-    os.kill(run.worker(victim), signal.SIGKILL)
-    check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
+    check_killed(lab, run, victim)
     assert lab.groups("trained") == 0
 
 
@@ -201,8 +207,7 @@ def test_a_worker_killed_while_a_reward_is_computed_ends_the_run_and_is_named(
     lab: Any, victim: str
 ) -> None:
     run = lab.at("reward", "rollout.reward_timeout_seconds=60", ONE_LIFE)
-    os.kill(run.worker(victim), signal.SIGKILL)
-    check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
+    check_killed(lab, run, victim)
 
 
 @pytest.mark.slow
@@ -210,8 +215,7 @@ def test_a_worker_killed_while_a_reward_is_computed_ends_the_run_and_is_named(
 @pytest.mark.parametrize("victim", ["generator-0", "trainer"])
 def test_a_worker_killed_during_an_update_ends_the_run_and_is_named(lab: Any, victim: str) -> None:
     run = lab.at("update", ONE_LIFE)
-    os.kill(run.worker(victim), signal.SIGKILL)
-    check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
+    check_killed(lab, run, victim)
 
 
 @pytest.mark.slow
@@ -219,8 +223,7 @@ def test_a_worker_killed_during_an_update_ends_the_run_and_is_named(lab: Any, vi
 @pytest.mark.parametrize("victim", ["generator-0", "trainer"])
 def test_a_worker_killed_while_it_starts_ends_the_run_and_is_named(lab: Any, victim: str) -> None:
     run = lab.train()
-    os.kill(run.worker(victim), signal.SIGKILL)
-    check_failed(lab, run, run.end(within=SOON), f"{victim} was killed by SIGKILL")
+    check_killed(lab, run, victim)
 
 
 @pytest.mark.slow

@@ -119,8 +119,11 @@ def test_one_changed_number_is_named_with_its_step_and_a_tensor(
     said = replayed(lab, code=1)
     assert "step 3 of e2e/run diverges; the 2 steps before it agree" in said
     assert "tensors differ, the first is lm_head.weight" in said
+    assert "runs/e2e/run/rollouts/step-000003.parquet" in said
     assert "replayed 2 of 2" not in said
-    assert "every digest agrees" in replayed(lab, "run", "--to-step", "2")
+    said = replayed(lab, "run", "--from-step", "2", "--to-step", "2")
+    assert "there is no snapshot before step 2 to start from" in said
+    assert "every digest agrees" in said
 
 
 def test_several_turns_missing_rewards_and_dropped_groups_are_replayed_too(lab: Any) -> None:
@@ -155,7 +158,7 @@ def test_snapshot_spares_the_steps_before_it(lab: Any) -> None:
     for step in range(1, 4):
         rollouts_path(run, step).unlink()
     said = replayed(lab, "run", "--from-step", "6")
-    assert "replaying steps 4 to 7 from runs/e2e/run/snapshots/step-000003" in said
+    assert "replaying steps 4 to 7 from runs/e2e/run/snapshots/step-000003, the newest" in said
     assert "replayed 4 of 7 steps" in said
     assert "start from a snapshot after it with --from-step 4" in replayed(lab, code=2)
 

@@ -129,7 +129,15 @@ def _rename(aside: Path, final: Path) -> None:
         old.rename(final)
         raise
     flush(final.parent)
-    shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or what somebody put in its place: a link to where it was moved, for example."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def point_latest(folder: Path) -> None:
@@ -184,7 +192,7 @@ def prune(directory: Path, keep_last: int | None, keep_every: int | None = None)
     for folder in removed:
         aside = _hidden(folder, "tmp")
         folder.rename(aside)  # so that a kill in the middle leaves no visible half folder
-        shutil.rmtree(aside)
+        _remove(aside)
     return removed
 
 
@@ -227,7 +235,5 @@ def sweep(directory: Path) -> None:
         final = directory / match["name"]
         if match["kind"] == "old" and not final.exists():
             path.rename(final)
-        elif path.is_symlink():
-            path.unlink()
         else:
-            shutil.rmtree(path)
+            _remove(path)

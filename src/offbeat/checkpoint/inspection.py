@@ -7,7 +7,7 @@ meanwhile is left out. Prints nothing, and knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -16,13 +16,21 @@ from pathlib import Path
 from offbeat.checkpoint import snapshot
 from offbeat.checkpoint.folders import (
     CHECKPOINTS,
+    LATEST,
     hidden_entries,
     linked_folder,
     step_folders,
     step_of,
     superseded_folders,
 )
-from offbeat.checkpoint.manifest import MANIFEST_NAME, find_damage, load_manifest
+from offbeat.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Damage,
+    find_damage,
+    find_other_sizes,
+    load_manifest,
+    unknown_files,
+)
 from offbeat.checkpoint.snapshot import SnapshotState, read_state
 from offbeat.errors import CorruptCheckpoint, DataError
 from offbeat.observe.liveness import Life, life_of
@@ -32,6 +40,8 @@ from offbeat.types import PolicyVersion
 _MODEL_CONFIG = "config.json"
 _TITLE = ("kind", "folder", "note", "step", "version", "size", "saved")
 _LONG_TITLE = ("optimizer step", "open groups", "threads", "torch")
+_NAMED_FILES = 3
+"""How many files that a manifest does not know are named."""
 
 
 class Kind(StrEnum):
@@ -42,6 +52,11 @@ class Kind(StrEnum):
 
 
 _DIRECTORIES = {Kind.MODEL: CHECKPOINTS, Kind.SNAPSHOT: snapshot.FOLDER}
+_WAYS_OUT = {
+    Kind.MODEL: "damaged model folder: remove it, or --resume the run from a snapshot before it, "
+    "which saves it again",
+    Kind.SNAPSHOT: "damaged snapshot: --resume skips it and takes the newest undamaged one",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,7 @@ class SavedFolder:
 
     ``attempt`` is the one that wrote it, where a resumed run has superseded that; None otherwise.
     ``saved`` is in seconds since the epoch. ``version``, and of a snapshot ``state``, are None
-    where they cannot be read; ``problem`` says why.
+    where they cannot be read. ``problem`` is what damage shows without reading all of it.
     """
 
     path: Path
@@ -94,7 +109,8 @@ class State(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the check of one folder found. ``files`` and ``nbytes`` are those of its manifest;
-    ``damage`` has each file that is not what was saved.
+    ``damage`` has each file that is not what was saved, or why there is nothing to compare with;
+    ``unknown`` each file that is not in the manifest, which is no damage.
     """
 
     path: Path
@@ -102,6 +118,7 @@ class Verdict:
     files: int = 0
     nbytes: int = 0
     damage: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 # The list
@@ -130,12 +147,14 @@ def _named(directory: Path, kind: Kind) -> list[tuple[Kind, int, int, Path]]:
 
 def _look(kind: Kind, step: int, attempt: int, path: Path) -> SavedFolder | None:
     """The folder; None when it goes meanwhile."""
-    version, state, problem = None, None, None
+    version, state = None, None
     try:
-        version = load_manifest(path).save.version
+        manifest = load_manifest(path)
+        version = manifest.save.version
         state = read_state(path) if kind is Kind.SNAPSHOT else None
+        problems = _told(find_other_sizes(path, manifest))
     except CorruptCheckpoint as exc:
-        problem = str(exc)
+        problems = (_within(path, exc),)
     nbytes, saved = _bytes_of(path), _saved_at(path)
     if nbytes is None or saved is None:
         return None
@@ -149,8 +168,17 @@ def _look(kind: Kind, step: int, attempt: int, path: Path) -> SavedFolder | None
         saved=saved,
         version=version,
         state=state,
-        problem=problem,
+        problem="; ".join(problems) or None,
     )
+
+
+def _told(damage: Iterable[Damage]) -> tuple[str, ...]:
+    return tuple(f"{each.name} {each.what}" for each in damage)
+
+
+def _within(folder: Path, exc: CorruptCheckpoint) -> str:
+    """What is wrong with a file of ``folder``, for where the folder is named already."""
+    return str(exc).removeprefix(f"{folder}/")
 
 
 def _bytes_of(folder: Path) -> int | None:
@@ -185,10 +213,19 @@ def inventory_text(found: Inventory, *, long: bool = False) -> str:
         lines += ["", f"{count} folder{'s' if count > 1 else ''}, {size(found.nbytes)}"]
     else:
         lines.append("nothing is saved")
-    lines += [harmless(folder.problem) for folder in found.folders if folder.problem]
+    lines += _problem_lines(found)
     if found.hidden:
         lines.append(_hidden_line(found))
     return "\n".join(lines)
+
+
+def _problem_lines(found: Inventory) -> list[str]:
+    lines = [harmless(f"{f.path}: {f.problem}") for f in found.folders if f.problem]
+    if lines:
+        lines.append(
+            f"`offbeat checkpoint verify {found.run}` reads every file and says what to do"
+        )
+    return lines
 
 
 def _cells(folder: SavedFolder, *, long: bool) -> tuple[str, ...]:
@@ -204,7 +241,7 @@ def _cells(folder: SavedFolder, *, long: bool) -> tuple[str, ...]:
         str(folder.step),
         "-" if folder.version is None else str(folder.version),
         size(folder.nbytes),
-        datetime.fromtimestamp(folder.saved).strftime("%Y-%m-%d %H:%M"),
+        datetime.fromtimestamp(folder.saved).strftime("%Y-%m-%d %H:%M:%S"),
     )
     return (*cells, *_long_cells(folder.state)) if long else cells
 
@@ -260,7 +297,18 @@ def _folder_content(folder: SavedFolder) -> dict[str, object]:
 
 def is_saved_folder(path: Path) -> bool:
     """Whether ``path`` is a model folder or a snapshot, also a model of another program."""
-    return any((path / name).is_file() for name in (MANIFEST_NAME, _MODEL_CONFIG))
+    holds = any((path / name).is_file() for name in (MANIFEST_NAME, _MODEL_CONFIG))
+    return holds or _kind_of(path) is not None
+
+
+def _kind_of(folder: Path) -> Kind | None:
+    """What a run has saved there, by place and name: its files may be gone. None elsewhere."""
+    parent = folder.absolute().parent
+    place = linked_folder(parent) if folder.name == LATEST else folder.absolute()
+    for kind, name in _DIRECTORIES.items():
+        if parent.name == name and place in (path for *_, path in _named(parent, kind)):
+            return kind
+    return None
 
 
 def saved_folders(run: Path) -> list[Path]:
@@ -287,29 +335,49 @@ def _check(folder: Path) -> Verdict:
     try:
         manifest = load_manifest(folder)
     except CorruptCheckpoint as exc:
-        if not (folder / MANIFEST_NAME).exists():
-            return Verdict(path=folder, state=State.NO_MANIFEST)
-        return Verdict(path=folder, state=State.DAMAGED, damage=(str(exc),))
-    damage = tuple(f"{each.name} {each.what}" for each in find_damage(folder, manifest))
+        if not (folder / MANIFEST_NAME).exists() and _kind_of(folder) is None:
+            why = f"there is no {MANIFEST_NAME} to compare with; offbeat has not saved it"
+            return Verdict(path=folder, state=State.NO_MANIFEST, damage=(why,))
+        return Verdict(path=folder, state=State.DAMAGED, damage=(_within(folder, exc),))
+    damage = _told(find_damage(folder, manifest))
     return Verdict(
         path=folder,
         state=State.DAMAGED if damage else State.OK,
         files=len(manifest.files),
         nbytes=sum(entry.nbytes for entry in manifest.files.values()),
         damage=damage,
+        unknown=unknown_files(folder, manifest),
     )
 
 
 def verdict_line(verdict: Verdict) -> str:
     """The verdict on one folder."""
-    match verdict.state:
-        case State.OK:
-            rest = f"  {verdict.files} files, {size(verdict.nbytes)}"
-        case State.DAMAGED:
-            rest = f": {harmless('; '.join(verdict.damage))}"
-        case State.NO_MANIFEST:
-            rest = f": there is no {MANIFEST_NAME} to compare with; offbeat has not saved it"
-    return f"{verdict.state:<11}  {verdict.path}{rest}"
+    rest = f": {'; '.join(verdict.damage)}"
+    if verdict.state is State.OK:
+        rest = f"  {verdict.files} files, {size(verdict.nbytes)}"
+    line = f"{verdict.state:<11}  {verdict.path}{rest}{_unknown_text(verdict.unknown)}"
+    return harmless(line)
+
+
+def _unknown_text(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = ", ..." if len(names) > _NAMED_FILES else ""
+    return f"; {len(names)} not in the manifest: {', '.join(names[:_NAMED_FILES])}{more}"
+
+
+def closing_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """The sum over several folders, and what can be done about those of a run that are damaged."""
+    bad = [verdict for verdict in verdicts if verdict.state is State.DAMAGED]
+    kinds = {_kind_of(verdict.path) for verdict in bad}
+    lines = [_sum_line(len(bad), len(verdicts))] if len(verdicts) > 1 else []
+    return lines + [way for kind, way in _WAYS_OUT.items() if kind in kinds]
+
+
+def _sum_line(bad: int, count: int) -> str:
+    if not bad:
+        return f"all {count} folders are as they were saved"
+    return f"{bad} of {count} folders {'is' if bad == 1 else 'are'} damaged"
 
 
 def verdict_content(verdict: Verdict) -> dict[str, object]:
@@ -320,4 +388,5 @@ def verdict_content(verdict: Verdict) -> dict[str, object]:
         "files": verdict.files,
         "nbytes": verdict.nbytes,
         "damage": list(verdict.damage),
+        "unknown": list(verdict.unknown),
     }

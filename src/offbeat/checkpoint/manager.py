@@ -34,7 +34,7 @@ import msgspec
 
 from offbeat.checkpoint.writer import Copied, Done, Failed, Job, Reply
 from offbeat.config import AsyncMode
-from offbeat.errors import CheckpointError, OffbeatError, boundary, by_name
+from offbeat.errors import CheckpointError, OffbeatError, boundary, by_name, true_cause
 from offbeat.launch.interrupts import patience
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 _WRITER_MODULE = "offbeat.checkpoint.writer"
 _BACKGROUND_NICE = 10
 _EXIT_SECONDS = 5.0
+
+_FAILED_SECONDS = 60.0
+"""How long a save that is under way may take when the run has failed."""
 
 DEADLINE_SECONDS = 600.0
 """Bound of every wait for the writer."""
@@ -216,7 +219,7 @@ class AsyncCheckpointManager:
         await self.wait()
         process = await self._living()
         flight = self._in_flight = _InFlight(step=step, path=path)
-        await process.send(job)
+        await self._send(process, job, flight)
         flight.blocked_seconds = time.monotonic() - started
         if self._mode is AsyncMode.SYNC:
             await self.wait()
@@ -260,8 +263,8 @@ class AsyncCheckpointManager:
             await self.wait()
         finally:
             code = await process.stop()
-        if code != 0 and not process.mourned:
-            raise await process.death()
+            if code != 0 and not process.mourned:
+                log.warning("%s with nothing to do", await process.death())
 
     async def __aenter__(self) -> Self:
         return self
@@ -270,9 +273,7 @@ class AsyncCheckpointManager:
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         try:
-            if isinstance(exc, asyncio.CancelledError):
-                await self._hurry()
-            await self.finalize()
+            await (self.finalize() if exc is None else self._close_after(exc))
         except CheckpointError as failure:
             if exc is None:
                 raise
@@ -280,13 +281,26 @@ class AsyncCheckpointManager:
             exc.add_note(f"closing the saver failed as well: {failure}")
             log.error("closing the saver failed: %s", failure)
 
-    async def _hurry(self) -> None:
-        """Who interrupts a run waits for a write that goes on, not for a disk that hangs; who does
-        so twice, for nothing.
+    async def _close_after(self, exc: BaseException) -> None:
+        interrupted = isinstance(exc, asyncio.CancelledError)
+        if self._in_flight is not None and not interrupted:
+            # Now, and not after the wait: nobody should have to guess what it is for.
+            log.error("%s; the save of step %d ends first", true_cause(exc), self._in_flight.step)
+        try:
+            await self._hurry(_EXIT_SECONDS if interrupted else _FAILED_SECONDS)
+        except asyncio.CancelledError:
+            await self._hurry(_EXIT_SECONDS)
+            raise
+        finally:
+            await self.finalize()
+
+    async def _hurry(self, seconds: float) -> None:
+        """Who ends a run waits for a write that goes on, not for a disk that hangs; who interrupts
+        it twice, for nothing.
         """
         flight, process, asked = self._in_flight, self._process, time.monotonic()
         try:
-            async with patience(_EXIT_SECONDS):
+            async with patience(seconds):
                 await self.wait()
         except TimeoutError:
             assert flight is not None
@@ -295,7 +309,7 @@ class AsyncCheckpointManager:
             await process.death()
             raise CheckpointError(
                 f"step {flight.step}: {flight.path} was not saved: its writer was killed "
-                f"{time.monotonic() - asked:.1f} s after the run was interrupted"
+                f"{time.monotonic() - asked:.1f} s after the run ended otherwise"
             ) from None
 
     async def _living(self) -> _WriterProcess:
@@ -310,6 +324,18 @@ class AsyncCheckpointManager:
         nice = _BACKGROUND_NICE if self._mode is AsyncMode.ASYNC else 0
         self._process = await _WriterProcess.start(nice)
         return self._process
+
+    async def _send(self, process: _WriterProcess, job: Job, flight: _InFlight) -> None:
+        """A process that is stopped takes what its pipe holds, and then nothing more."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                await process.send(job)
+        except TimeoutError:
+            await process.death()
+            self._take_in(flight, self._too_slow(flight))
+
+    def _too_slow(self, flight: _InFlight) -> OffbeatError:
+        return flight.error(f"did not end within {self._deadline} s; the writer was killed")
 
     async def _hear_of(self, flight: _InFlight) -> None:
         """Take in one answer about ``flight``, unless another task does so meanwhile."""
@@ -328,7 +354,7 @@ class AsyncCheckpointManager:
                 return await process.reply()
         except TimeoutError:
             await process.death()
-            return flight.error(f"did not end within {self._deadline} s; the writer was killed")
+            return self._too_slow(flight)
         except CheckpointError as exc:
             return flight.error(f"failed: {exc}")
 

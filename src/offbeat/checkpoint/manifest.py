@@ -7,9 +7,10 @@ reader refuses what it cannot verify.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -21,6 +22,8 @@ from offbeat.weights.layout import digest_of
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 _CHUNK = 1 << 22
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,24 @@ def seal(folder: Path, save: SaveManifest, known: dict[str, FileEntry]) -> Folde
     return manifest
 
 
+def read_json(path: Path, kind: type[_T]) -> _T:
+    """The JSON file at ``path``, one that is saved with a folder, as a value of ``kind``.
+
+    Raises:
+        CorruptCheckpoint: missing, unreadable, or not such a value.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError as exc:
+        raise CorruptCheckpoint(f"{path} is missing") from exc
+    except OSError as exc:
+        raise CorruptCheckpoint(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise CorruptCheckpoint(
+            f"{path} cannot be read: it is torn, was altered, or is of another version of offbeat"
+        ) from exc
+
+
 def load_manifest(folder: Path) -> FolderManifest:
     """Read the manifest of ``folder``; the files it names are not looked at.
 
@@ -90,10 +111,7 @@ def load_manifest(folder: Path) -> FolderManifest:
         CorruptCheckpoint: missing, torn, altered, or of a format this version cannot read.
     """
     path = folder / MANIFEST_NAME
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=FolderManifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise CorruptCheckpoint(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+    manifest = read_json(path, FolderManifest)
     if manifest.save.format_version != FORMAT_VERSION:
         raise CorruptCheckpoint(
             f"{path} has format {manifest.save.format_version}, this version reads {FORMAT_VERSION}"
@@ -113,25 +131,49 @@ class Damage:
 
 def find_damage(folder: Path, manifest: FolderManifest) -> Iterator[Damage]:
     """Every file of ``manifest`` that is missing or of another content; reads all of ``folder``."""
+    return _compare(folder, manifest, _other_content)
+
+
+def find_other_sizes(folder: Path, manifest: FolderManifest) -> Iterator[Damage]:
+    """Every file of ``manifest`` that is missing or of another size; reads none of them."""
+    return _compare(folder, manifest, _other_size)
+
+
+def _compare(
+    folder: Path, manifest: FolderManifest, difference: Callable[[Path, FileEntry], str | None]
+) -> Iterator[Damage]:
     for name, expected in manifest.files.items():
-        what = _difference(folder / name, expected)
+        try:
+            what = difference(folder / name, expected)
+        except FileNotFoundError:
+            what = "is missing"
+        except OSError as exc:
+            what = f"cannot be read: {exc.strerror or exc}"
         if what is not None:
             yield Damage(name=name, what=what)
 
 
-def _difference(path: Path, expected: FileEntry) -> str | None:
-    try:
-        nbytes = path.stat().st_size
-        if nbytes != expected.nbytes:
-            return f"has {nbytes} bytes, the manifest says {expected.nbytes}"
-        digest = file_entry(path).digest
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as exc:
-        return f"cannot be read: {exc}"
+def _other_size(path: Path, expected: FileEntry) -> str | None:
+    nbytes = path.stat().st_size
+    if nbytes != expected.nbytes:
+        return f"has {nbytes} bytes, the manifest says {expected.nbytes}"
+    return None
+
+
+def _other_content(path: Path, expected: FileEntry) -> str | None:
+    size = _other_size(path, expected)
+    if size is not None:
+        return size
+    digest = file_entry(path).digest
     if digest != expected.digest:
         return f"has xxh3 {digest}, the manifest says {expected.digest}"
     return None
+
+
+def unknown_files(folder: Path, manifest: FolderManifest) -> tuple[str, ...]:
+    """Names of the files in ``folder`` that ``manifest`` does not know."""
+    names = (path.relative_to(folder).as_posix() for path in files_of(folder))
+    return tuple(name for name in names if name not in manifest.files)
 
 
 def verify(folder: Path) -> FolderManifest:

@@ -27,7 +27,7 @@ import msgspec
 
 from offbeat.checkpoint.folders import step_folder, step_folders, sweep
 from offbeat.checkpoint.manager import DEADLINE_SECONDS, AsyncCheckpointManager, SaveReport
-from offbeat.checkpoint.manifest import SaveManifest, verify
+from offbeat.checkpoint.manifest import SaveManifest, read_json, verify
 from offbeat.checkpoint.saver import ScheduleState
 from offbeat.checkpoint.writer import STATE_NAME, TENSORS_NAME, SnapshotJob
 from offbeat.config import AsyncMode
@@ -188,11 +188,7 @@ def read_state(folder: Path) -> SnapshotState:
     Raises:
         CorruptCheckpoint: it cannot be read.
     """
-    path = folder / STATE_NAME
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SnapshotState)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise CorruptCheckpoint(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+    return read_json(folder / STATE_NAME, SnapshotState)
 
 
 def newest_snapshot(snapshots_dir: Path) -> Snapshot | None:

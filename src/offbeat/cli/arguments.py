@@ -16,4 +16,10 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Overrides, for example mode=sync actor.optimizer.lr=1e-4."
     ),
 ]
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: latest."
+    ),
+]
 Fileroot = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]

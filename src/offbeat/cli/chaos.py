@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from offbeat.cli.arguments import Config, Overrides
-
-if TYPE_CHECKING:
-    from offbeat.pipeline.chaos.faults import Fault
+from offbeat.pipeline.chaos.faults import Fault
 
 
 def chaos(
     config: Config,
     overrides: Overrides = None,
     faults: Annotated[
-        str, typer.Option(help="Which faults, with commas between them; all: every one there is.")
+        str,
+        typer.Option(help=f"Which ones, with commas between them: {', '.join(Fault)}; or: all."),
     ] = "all",
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the choice of faults and moments.")] = 0,
@@ -56,8 +55,6 @@ def chaos(
 
 
 def _chosen(text: str) -> list[Fault]:
-    from offbeat.pipeline.chaos.faults import Fault
-
     if text == "all":
         return list(Fault)
     names = [name.strip() for name in text.split(",")]

@@ -68,5 +68,8 @@ def verify(
             typer.echo(inspection.verdict_line(verdict))
     if as_json:
         typer.echo(json_text([inspection.verdict_content(verdict) for verdict in verdicts]))
+    else:
+        for line in inspection.closing_lines(verdicts):
+            typer.echo(line)
     if any(verdict.state is not inspection.State.OK for verdict in verdicts):
         raise typer.Exit(DAMAGED)

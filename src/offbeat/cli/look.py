@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offbeat.cli.arguments import Fileroot
+from offbeat.cli.arguments import Fileroot, Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,13 +40,7 @@ def runs(fileroot: Fileroot = Path("runs"), as_json: AsJson = False) -> None:
 
 
 def show(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: "
-            "latest."
-        ),
-    ],
+    run: Run,
     as_json: AsJson = False,
     metric: Annotated[
         list[str] | None,
@@ -109,7 +103,7 @@ def show(
     if compare is not None:
         _show_comparison(views, as_json)
     elif ledger:
-        _show_ledger(path, as_json)
+        _show_ledger(view, as_json)
     else:
         _show_run(view, _samples(path, samples, step, best, worst), tokens, as_json)
 
@@ -188,15 +182,17 @@ def _samples_content(
     return [sample_content(row, text) for row in rows]
 
 
-def _show_ledger(path: Path, as_json: bool) -> None:
+def _show_ledger(view: RunView, as_json: bool) -> None:
     from offbeat.observe import fates
+    from offbeat.observe.resuming import resumption
     from offbeat.observe.show import as_json as json_text
 
-    found = fates.read_fates(path)
+    found = fates.read_fates(view.path)
     if as_json:
-        typer.echo(json_text({"run": str(path), **fates.fates_content(found)}))
-    else:
-        _echo(f"run {path}\n\n{fates.fates_text(found)}")
+        typer.echo(json_text({"run": str(view.path), **fates.fates_content(found)}))
+        return
+    ended = resumption(view.path, view.summary.status)
+    _echo(f"run {view.path}\n\n{fates.fates_text(found, ended=ended)}")
 
 
 def _show_comparison(views: Sequence[RunView], as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offbeat.cli.arguments import Fileroot
+from offbeat.cli.arguments import Fileroot, Run
 
 if TYPE_CHECKING:
     from offbeat.pipeline.replay import Divergence, RecordedUpdate, Replay, ReplayPlan
@@ -20,9 +20,7 @@ none of these, training or recording has a bug: please report it."""
 
 
 def replay(
-    run: Annotated[
-        str, typer.Argument(help="A run's folder, its name below --fileroot, or: latest.")
-    ],
+    run: Run,
     from_step: Annotated[
         int | None,
         typer.Option(
@@ -38,8 +36,10 @@ def replay(
 ) -> None:
     """Train again from a run's recorded rollouts, and compare the weights of every step.
 
-    Nothing is generated or scored, and the run's folder stays as it is. Exit code 0: every digest
-    agrees. 1: a step diverges; it is named, with the first tensor that differs.
+    Nothing is generated or scored, and the run's folder stays as it is.
+
+    Exit code 0: every digest agrees. 1: a step diverges, or the replay fails.
+    2: something that it needs is missing or cannot be used.
     """
     from offbeat.launch import interrupts
     from offbeat.observe.find import find_run
@@ -48,7 +48,8 @@ def replay(
     path = find_run(run, fileroot)
     plan = engine.plan_replay(path, from_step=from_step, to_step=to_step)
     last = plan.updates[-1].step
-    typer.echo(f"replaying steps {plan.updates[0].step} to {last} from {plan.started_from}")
+    # Before the weights are compared with those of the run: the trainer takes seconds to start.
+    typer.echo(_first_line(plan, from_step))
 
     def tell(done: RecordedUpdate) -> None:
         if sys.stdout.isatty():
@@ -59,16 +60,36 @@ def replay(
     raise typer.Exit(0 if found.divergence is None else 1)
 
 
+def _first_line(plan: ReplayPlan, from_step: int | None) -> str:
+    first, last = plan.updates[0].step, plan.updates[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    line = f"replaying {steps} from {plan.started_from}"
+    if from_step is None or from_step == first:
+        return line
+    if plan.start is None:
+        return f"{line}: there is no snapshot before step {from_step} to start from"
+    return f"{line}, the newest snapshot before step {from_step}"
+
+
 def _print(plan: ReplayPlan, found: Replay) -> None:
+    from offbeat.observe.rollouts import rollouts_path
+
     name = f"{plan.run_dir.parent.name}/{plan.run_dir.name}"
     if found.divergence is None:
         count = len(found.agreeing)
         typer.echo(f"replayed {count} of {plan.recorded} steps of {name}: every digest agrees")
         return
-    before = f"; the {len(found.agreeing)} steps before it agree" if found.agreeing else ""
-    typer.echo(f"step {found.divergence.step} of {name} diverges{before}")
+    step = found.divergence.step
+    typer.echo(f"step {step} of {name} diverges{_agreeing(len(found.agreeing))}")
     typer.echo(_difference(found.divergence))
+    typer.echo(f"  its file  {rollouts_path(plan.run_dir, step)}")
     typer.echo(CAUSES)
+
+
+def _agreeing(count: int) -> str:
+    if count == 0:
+        return ""
+    return "; the step before it agrees" if count == 1 else f"; the {count} steps before it agree"
 
 
 def _difference(found: Divergence) -> str:

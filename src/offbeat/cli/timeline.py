@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from offbeat.cli.arguments import Fileroot
+from offbeat.cli.arguments import Fileroot, Run
 
 
 def timeline(
-    run: Annotated[
-        str, typer.Argument(help="A run's folder, its name below --fileroot, or: latest.")
-    ],
+    run: Run,
     file: Annotated[Path, typer.Argument(help="Picture to write: .png, .svg or .pdf.")],
     first_step: Annotated[int, typer.Option(min=1, help="First step in the picture.")] = 2,
     last_step: Annotated[int, typer.Option(min=1, help="Last step in the picture.")] = 6,

@@ -26,7 +26,7 @@ from typing import NoReturn, Self, TypeVar
 from offbeat.errors import WorkerError, true_cause
 from offbeat.generate.client import UNANSWERED, EngineInfo, RemoteGenerator
 from offbeat.launch.alive import until_silent
-from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
+from offbeat.launch.protocols import LOG_END, Scheduler, WorkerHandle, WorkerSpec
 from offbeat.types import (
     Completion,
     GenerateRequest,
@@ -131,7 +131,9 @@ class HealingGenerator:
                 "(generator.max_restarts)"
             )
         self.restarts += 1
-        log.warning("%s; restarting it (%d of %d)", why, self.restarts, self._max_restarts)
+        how, end, log_lines = why.partition(LOG_END)
+        counted = f"({self.restarts} of {self._max_restarts})"
+        log.warning("%s; restarting it %s%s", how, counted, end + log_lines)
         self._on_restart(self.name, why)
 
     async def _replace(self) -> str:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from offbeat.launch.calls import Fault
 from offbeat.launch.codec import decode
 from offbeat.launch.frames import LENGTH, Birth, WorkerStart, frame
 from offbeat.launch.interrupts import patience
-from offbeat.launch.protocols import WorkerSpec
+from offbeat.launch.protocols import LOG_END, WorkerSpec
 from offbeat.launch.rpc import RpcClient
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class LocalScheduler:
             client = RpcClient(url, self._token, spec.name)
             self._clients.add(client)
             undo.pop_all()
-        return LocalWorker(child, client)
+        return LocalWorker(child, client, self._clients.discard)
 
     async def async_call_engine(
         self,
@@ -125,8 +126,11 @@ class LocalScheduler:
 class LocalWorker:
     """A ready worker process; see ``WorkerHandle``."""
 
-    def __init__(self, child: _Child, client: RpcClient) -> None:
+    def __init__(
+        self, child: _Child, client: RpcClient, on_close: Callable[[RpcClient], None]
+    ) -> None:
         self._child = child
+        self._on_close = on_close
         self.name = child.name
         self.pid = child.pid
         self.client = client
@@ -142,6 +146,7 @@ class LocalWorker:
             await self._child.stop(grace)
         finally:
             await self.client.close()
+            self._on_close(self.client)
 
 
 async def _deliver(child: _Child, spec: WorkerSpec, token: str) -> str:
@@ -172,7 +177,7 @@ async def _spawn(spec: WorkerSpec, log_path: Path) -> _Child:
         with theirs, log_path.open("ab") as log:
             log_start = log.tell()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "offbeat.launch.worker", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "offbeat.launch.worker", str(os.getpid()), spec.name),
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
@@ -184,9 +189,16 @@ async def _spawn(spec: WorkerSpec, log_path: Path) -> _Child:
     return _Child(spec.name, process, reader, writer, log_path, log_start)
 
 
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN keeps a kernel for each shape it has met, torch once more: 1024 in each, which batches of
+ever new lengths fill within the hour, to a gigabyte. A pass over a model meets a dozen shapes.
+"""
+
+
 def _environment(spec: WorkerSpec) -> dict[str, str]:
     threads = str(spec.threads)
     return {
+        **_KERNEL_CACHES,
         **os.environ,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -248,7 +260,10 @@ class _Child:
                 await self.watch()
         except TimeoutError:
             waited = time.monotonic() - asked
-            logger.warning("%s did not stop within %.1f s of SIGTERM: killed", self.name, waited)
+            if grace > 0:
+                logger.warning(
+                    "%s did not stop within %.1f s of SIGTERM: killed", self.name, waited
+                )
         finally:
             await self.kill()
 
@@ -276,7 +291,7 @@ class _Child:
             how = f"was killed by {signal.Signals(-code).name}{hint}"
         else:
             how = f"exited with code {code}"
-        return f"{self.name} {how}{self.tail()}"
+        return f"{self.name} (pid {self.pid}) {how}{self.tail()}"
 
     def tail(self) -> str:
         """The last lines this process wrote to its log, introduced by its path; may be empty."""
@@ -284,4 +299,4 @@ class _Child:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        return f"; end of {self._log_path}:\n" + "\n".join(lines) if lines else ""
+        return f"{LOG_END}{self._log_path}:\n" + "\n".join(lines) if lines else ""

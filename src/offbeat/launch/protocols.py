@@ -14,6 +14,9 @@ from typing import ClassVar, Protocol, Self, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
 
+LOG_END = "; end of "
+"""What comes between how a worker ended and the last lines of its log, where it has some."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:

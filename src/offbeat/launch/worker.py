@@ -1,9 +1,9 @@
-"""The entry of a worker process: ``python -m offbeat.launch.worker <parent pid>``.
+"""The entry of a worker process: ``python -m offbeat.launch.worker <parent pid> <name>``.
 
 Owns the process: its death with its parent, its signals, its log, and one service served over RPC
 until it is told to stop. Knows nothing of the service. Standard input is a socket to the parent:
 a ``WorkerStart`` comes in, ``Ready`` or a ``Fault`` goes out, and its end means that the parent is
-gone.
+gone. The name among the arguments is for ``ps`` and ``pgrep -f`` only.
 
 Stopped by: SIGTERM or the end of that socket; cleanup then has ``CLEANUP_SECONDS``. SIGUSR1 writes
 every thread's stack to the log.

@@ -15,6 +15,7 @@ import msgspec
 
 from offbeat.observe import ledger
 from offbeat.observe.ledger import LedgerEvent, LedgerRow, LedgerTotals, TokenTotals
+from offbeat.observe.resuming import Resumption
 from offbeat.observe.terminal import harmless, table
 from offbeat.types import DropReason
 
@@ -59,13 +60,18 @@ def fates_content(fates: Fates) -> dict[str, object]:
     return content | {"reasons": [dict(zip(names, r, strict=True)) for r in fates.reasons]}
 
 
-def fates_text(fates: Fates, *, now: float | None = None) -> str:
-    """The ledger for a person; ``now`` is in seconds since the epoch."""
+def fates_text(fates: Fates, *, now: float | None = None, ended: Resumption | None = None) -> str:
+    """The ledger for a person.
+
+    Args:
+        now: seconds since the epoch.
+        ended: how the run goes on, when it ended early.
+    """
     at = time.time() if now is None else now
     sections = [
         _balance(fates),
         _dropped(fates.reasons),
-        _open(fates.open, fates.groups.open, at),
+        _open(fates.open, fates.groups.open, at, ended),
         _events(fates.attempts, fates.events),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -94,7 +100,7 @@ def _dropped(reasons: Sequence[tuple[DropReason, str, int]]) -> list[str]:
     return table(("dropped because", "groups", "detail"), rows, left=3)
 
 
-def _open(rows: Sequence[LedgerRow], count: int, now: float) -> list[str]:
+def _open(rows: Sequence[LedgerRow], count: int, now: float, ended: Resumption | None) -> list[str]:
     if not rows:
         return []
     cells = [
@@ -102,7 +108,15 @@ def _open(rows: Sequence[LedgerRow], count: int, now: float) -> list[str]:
         for r in rows
     ]
     lines = table(("open group", "epoch", "row", "admitted at version", "seconds ago"), cells)
-    return [*lines, *([f"and {count - len(rows)} more"] if count > len(rows) else [])]
+    return [
+        *lines,
+        *([f"and {count - len(rows)} more"] if count > len(rows) else []),
+        *(
+            [f"the run has ended; to ask for them again: {harmless(ended.command)}"]
+            if ended
+            else []
+        ),
+    ]
 
 
 def _age(row: LedgerRow, now: float) -> str:

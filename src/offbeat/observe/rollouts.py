@@ -269,7 +269,8 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             yield file
     except (OSError, pa.ArrowException) as exc:
-        raise DataError(f"{path}: not a readable Parquet file: {exc}") from exc
+        why = getattr(exc, "strerror", None) or "it is torn or was altered; bring the file back"
+        raise DataError(f"{path} cannot be read as Parquet: {why}") from exc
 
 
 def _from_record(record: Mapping[str, object]) -> RolloutRow:

@@ -18,6 +18,7 @@ from offbeat.observe.find import METRICS_FILE
 from offbeat.observe.liveness import Life, life_of
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.proximal import ProxErrors
+from offbeat.observe.resuming import resumption
 from offbeat.observe.series import CURVES, CurveTable, Series
 from offbeat.observe.sinks import MetricsTail
 from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals, Summary
@@ -160,11 +161,13 @@ def summary_lines(view: RunView) -> list[str]:
     s = view.summary
     dropped = {reason: n for reason, n in s.groups.dropped.items() if n}
     reasons = f" ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
+    ended = resumption(view.path, s.status)
     wasted = f", {s.tokens.wasted / s.tokens.generated:.1%} wasted" if s.tokens.generated else ""
     lines = [
         f"run       {view.path}",
         f"status    {_STATUS_TEXT.get(s.status, s.status)} after {s.steps} steps",
         *([f"error     {harmless(s.error)}"] if s.error is not None else []),
+        *([f"resume    {harmless(ended.sentence)}"] if ended is not None else []),
         *([_failed_line(s.failed_saves)] if s.failed_saves is not None else []),
         f"seconds   {s.seconds.total:.1f} total, {s.seconds.training:.1f} training, "
         f"{s.seconds.waiting:.1f} waiting",

@@ -196,6 +196,8 @@ class Loop:
         # The engines of the groups whose episodes run.
         self._engines: dict[GroupId, GroupEngine] = {}
         self._evaluation: _Evaluation | None = None
+        # The newest step whose weights are live, until its record is written.
+        self._unwritten: tuple[StepRecord, Sequence[RolloutGroup]] | None = None
         self._tokens_written = 0
         self._warned_of_invalid = False
         self._failures = 0
@@ -221,6 +223,8 @@ class Loop:
         finally:
             for group_id in self._admitted_at:
                 self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", 0)
+            if self._unwritten is not None:  # its groups are trained, whatever came after
+                await self._recorder.write(*self._unwritten)
         await self._poll_engines()
 
     async def _resume(self, start: RunState) -> None:
@@ -362,6 +366,10 @@ class Loop:
         metrics["wait/data_seconds"] = waited
         metrics["train/update_seconds"] = report.ended - report.started
         metrics["train/staging_seconds"] = report.staging_seconds
+        record = StepRecord(
+            step=step, version=live + 1, seconds=time.monotonic() - started, metrics=metrics
+        )
+        self._unwritten = (record, groups)
         save, evaluate = self._save_due(step), self._evaluation_due(step)
         if save:
             metrics |= await self._save(update, step)
@@ -404,10 +412,11 @@ class Loop:
         return batch
 
     def report(self) -> str:
-        """What the run waits for: pending groups with their holders, and the stack of each task."""
+        """Where the tasks are and, last, what the run waits for: groups with their holders."""
         groups = pending_text(self._pending_groups()) or "  no group"
         tasks = task_stacks(asyncio.all_tasks())
-        return f"version {self._manager.live} is live; waiting for\n{groups}\ntasks\n{tasks}"
+        live = self._manager.live
+        return f"version {live} is live; its tasks\n{tasks}\nit waits for\n{groups}"
 
     def _pending_groups(self) -> list[PendingGroup]:
         now = time.monotonic()
@@ -552,6 +561,7 @@ class Loop:
         )
 
     async def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
+        self._unwritten = None
         await self._recorder.write(record, groups)
         if self._snapshots is not None:
             self._snapshots.recorded(record.step)

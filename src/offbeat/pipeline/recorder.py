@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from offbeat.checkpoint.snapshot import Counts
+from offbeat.launch.protocols import LOG_END
 from offbeat.observe.ledger import Breach, EventKind
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.memory import process_tree_peaks
@@ -305,7 +306,7 @@ class Recorder:
 
 def _first_line(text: str) -> str:
     """Without the end of a log, which differs each time."""
-    return text.partition("; end of ")[0].splitlines()[0]
+    return text.partition(LOG_END)[0].splitlines()[0]
 
 
 def _advantages(

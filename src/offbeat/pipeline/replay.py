@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,16 +137,17 @@ def plan_replay(
             "each step that it trains"
         )
     first, last = from_step or 1, to_step or steps[-1]
-    if not first <= last <= steps[-1]:
+    if to_step is not None and first > last:
         raise DataError(
-            f"{run_dir}: there are no steps {first} to {last} to replay; recorded are steps "
-            f"{steps[0]} to {steps[-1]}"
+            f"{run_dir}: --from-step {first} lies behind --to-step {last}: the range is empty"
+        )
+    if max(first, last) > steps[-1]:
+        raise DataError(
+            f"{run_dir}: step {max(first, last)} was not recorded; recorded are steps {steps[0]} "
+            f"to {steps[-1]}"
         )
     start = _newest_snapshot_before(run_dir, first)
     begin = 1 if start is None else start.state.run.step + 1
-    missing = sorted(set(range(begin, last + 1)) - set(steps))
-    if missing:
-        raise _missing(run_dir, missing[0], begin)
     updates = _recorded(run_dir, range(begin, last + 1))
     _check_one_line(run_dir, updates)
     return ReplayPlan(run_dir=run_dir, start=start, updates=updates, recorded=steps[-1])
@@ -162,25 +163,29 @@ def _newest_snapshot_before(run_dir: Path, step: int) -> Snapshot | None:
     return None
 
 
-def _missing(run_dir: Path, step: int, begin: int) -> DataError:
-    path = rollouts_path(run_dir, step)
+def _ways_out(run_dir: Path, step: int, begin: int) -> str:
+    """What to do without the file of ``step`` in a replay that starts with ``begin``."""
     ways = ["bring the file back"]
     if step > begin:
         ways.append(f"replay what lies before it with --to-step {step - 1}")
     later = [s for f in step_folders(run_dir / snapshots.FOLDER) if (s := step_of(f)) >= step]
     if later:
         ways.append(f"start from a snapshot after it with --from-step {min(later) + 1}")
-    return DataError(
-        f"{path} is missing, and no later step can be repeated without it: {', or '.join(ways)}"
-    )
+    return ", or ".join(ways)
 
 
-def _recorded(run_dir: Path, steps: Iterable[int]) -> tuple[RecordedUpdate, ...]:
+def _recorded(run_dir: Path, steps: Sequence[int]) -> tuple[RecordedUpdate, ...]:
     """Nearly all of a record is what the one before says; it is kept once."""
+    missing = sorted(set(steps) - set(recorded_steps(run_dir)))
+    if missing:
+        raise DataError(
+            f"{rollouts_path(run_dir, missing[0])} is missing, and no later step can be repeated "
+            f"without it: {_ways_out(run_dir, missing[0], steps[0])}"
+        )
     kept: dict[bytes, tuple[TrainerSpec, Environment]] = {}
     updates = []
     for step in steps:
-        record = _record(run_dir, step)
+        record = _record(run_dir, step, begin=steps[0])
         trainer, environment = kept.setdefault(
             encode((record.trainer, record.environment)), (record.trainer, record.environment)
         )
@@ -189,13 +194,13 @@ def _recorded(run_dir: Path, steps: Iterable[int]) -> tuple[RecordedUpdate, ...]
     return tuple(updates)
 
 
-def _record(run_dir: Path, step: int) -> UpdateRecord:
+def _record(run_dir: Path, step: int, *, begin: int) -> UpdateRecord:
     path = rollouts_path(run_dir, step)
     text = read_update(run_dir, step)
     if text is None:
         raise DataError(
-            f"{path} has no record of its update: it was written by an offbeat that kept none, and "
-            "the run cannot be replayed; runs that are trained from now on can"
+            f"{path} has no record of its update: an offbeat that kept none wrote it, or the file "
+            f"was rewritten since: {_ways_out(run_dir, step, begin)}"
         )
     return UpdateRecord.from_json(text, path)
 

@@ -74,7 +74,7 @@ def is_unfinished(run_dir: Path, steps: int | None = None) -> bool:
 
 def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     """The folder of the run that ``cfg`` names, or of the newest of its experiment; None where
-    there is none or it is complete.
+    there is none, it is complete, or nobody ``asked`` and it was configured otherwise.
 
     Raises:
         ConfigError: it is still running, and was named or ``asked`` for; otherwise it is none.
@@ -87,11 +87,24 @@ def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     newest = max(candidates, key=_age, default=None)
     if newest is None or not is_unfinished(newest, cfg.total_train_steps):
         return None
+    if cfg.trial_name is None and not asked and not _is_configured_as(newest, cfg):
+        log.info("%s is unfinished, but was configured otherwise: a new run begins", newest)
+        return None
     if liveness.life_of(newest) is not Life.ALIVE:
         return newest
     if asked or cfg.trial_name is not None:
         raise ConfigError(f"trial_name: {newest} is still running; there is nothing to resume")
     return None
+
+
+def _is_configured_as(run_dir: Path, cfg: RunConfig) -> bool:
+    """Whether a run is what ``cfg`` would start."""
+    try:
+        old = to_mapping(load(run_dir / CONFIG_FILE))
+    except ConfigError:  # of another version, or torn when it was written
+        return False
+    changed = [key for key, _ in _differences(old, to_mapping(cfg))]
+    return all(key.startswith(_FREE) for key in changed)
 
 
 def run_of_snapshot(cfg: RunConfig, snapshot: Path) -> Path:
@@ -150,6 +163,7 @@ def named_after(cfg: RunConfig, run_dir: Path) -> RunConfig:
     """
     cfg = dataclasses.replace(cfg, trial_name=run_dir.name)
     if not (run_dir / LEDGER_FILE).is_file():
+        _require_no_snapshot(run_dir)
         return cfg  # it was stopped before it began, maybe while it wrote its configuration
     changed = list(_differences(to_mapping(load(run_dir / CONFIG_FILE)), to_mapping(cfg)))
     fixed = [line for key, line in changed if key.startswith(_FIXED)]
@@ -162,6 +176,17 @@ def named_after(cfg: RunConfig, run_dir: Path) -> RunConfig:
         if not key.startswith(_FREE):
             log.warning("the configuration has changed since this run began: %s", line)
     return cfg
+
+
+def _require_no_snapshot(run_dir: Path) -> None:
+    """A run that has taken a snapshot has trained, and its ledger knows on what."""
+    taken = step_folders(run_dir / snapshots.FOLDER)
+    if taken:
+        raise CheckpointError(
+            f"{run_dir / LEDGER_FILE} is missing, and {taken[0]} was taken of a run that had one: "
+            "without it nobody knows which prompts were trained; bring it back, or start another "
+            "run"
+        )
 
 
 def _differences(

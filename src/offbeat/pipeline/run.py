@@ -339,7 +339,10 @@ class PPOTrainer:
             patience = self.cfg.rollout.stall_seconds
             watched = while_alive([trainer], heartbeat_seconds=patience)
             async with watched, while_healing(generators):
-                with _on_signal(signal.SIGUSR1, lambda: log.warning("asked: %s", loop.report())):
+                with _on_signal(
+                    signal.SIGUSR1,
+                    lambda: log.warning("SIGUSR1 asks what this run does: %s", loop.report()),
+                ):
                     await loop.run()
 
     def _healing(

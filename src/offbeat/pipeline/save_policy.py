@@ -125,7 +125,7 @@ class SavePolicy:
 
 def _space_of(directory: Path) -> str:
     """What the disk says by itself of why it refused."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is in the way: it is not a folder"
     if not os.access(there, os.W_OK | os.X_OK):

@@ -45,12 +45,16 @@ def pending_text(groups: Sequence[PendingGroup]) -> str:
 
 
 def task_stacks(tasks: Iterable[asyncio.Task[object]]) -> str:
-    """Where each task is: its name and its innermost frames, one task per line."""
-    lines = []
+    """Where the tasks are: innermost frames first, one line for all tasks at the same place."""
+    names: dict[str, list[str]] = {}
     for task in sorted(tasks, key=lambda t: t.get_name()):
         frames = " < ".join(_place(f) for f in reversed(task.get_stack(limit=MOST_FRAMES)))
-        lines.append(f"  {task.get_name()}: {frames or 'has not started'}")
-    return "\n".join(lines)
+        names.setdefault(frames or "has not started", []).append(task.get_name())
+    return "\n".join(f"  {_named(tasks_there)}: {place}" for place, tasks_there in names.items())
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} tasks such as {names[0]}"
 
 
 def _place(frame: FrameType) -> str:

@@ -108,6 +108,18 @@ def test_prune_keeps_the_multiples_beside_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000004", "step-000008", "step-000012"]
 
 
+def test_prune_removes_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    there = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        make(there, step)
+    archived = tmp_path / "archive"
+    step_folder(there, 1).rename(archived)
+    step_folder(there, 1).symlink_to(archived)
+    assert prune(there, 2) == [step_folder(there, 1)]
+    assert is_good(archived)
+    assert sorted(path.name for path in there.iterdir()) == ["step-000002", "step-000003"]
+
+
 def test_prune_never_removes_the_only_good_one_nor_the_target_of_latest(tmp_path: Path) -> None:
     folders = [make(tmp_path, step) for step in (1, 2, 3, 4)]
     for broken in folders[2:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,13 @@ from offbeat.checkpoint.inspection import (
     Kind,
     State,
     check_all,
+    closing_lines,
     inventory_content,
     inventory_text,
+    is_saved_folder,
     list_saved,
     saved_folders,
+    verdict_content,
     verdict_line,
 )
 from offbeat.checkpoint.manifest import SaveManifest
@@ -161,7 +165,77 @@ def test_one_unreadable_folder_hides_no_other_and_says_why(
     assert [folder.problem is None for folder in found.folders] == [True, False]
     text = inventory_text(found)
     assert "damaged" in text
-    assert f"step-000002/{broken} cannot be read" in text
+    assert f"step-000002: {broken} cannot be read: it is torn, was altered" in text
+    assert f"offbeat checkpoint verify {run}" in text
+
+
+def test_list_has_files_that_are_gone_or_of_another_size_and_reads_none(
+    run: Path, save_model: SaveAt, save_snapshot: SaveAt
+) -> None:
+    (save_model(1) / "tokenizer.json").unlink()
+    (save_snapshot(1) / "trainer.safetensors").write_bytes(b"short")
+    same_size = save_model(2) / "model.safetensors"
+    same_size.write_bytes(bytes(same_size.stat().st_size))
+    text = inventory_text(list_saved(run))
+    assert "checkpoints/step-000001: tokenizer.json is missing\n" in text
+    assert "snapshots/step-000001: trainer.safetensors has 5 bytes, the manifest says" in text
+    assert [f.problem is None for f in list_saved(run).folders] == [False, True, False]
+
+
+def test_list_shows_which_of_two_folders_of_one_minute_is_the_later(
+    run: Path, save_model: SaveAt
+) -> None:
+    for step, seconds in ((1, 30.0), (2, 31.0)):
+        os.utime(save_model(step) / "manifest.json", (seconds, seconds))
+    rows = [line for line in inventory_text(list_saved(run)).splitlines() if "step-" in line]
+    assert [row[-3:] for row in rows] == [":30", ":31"]
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "snapshots"])
+def test_lost_manifest_is_damage_in_list_and_check_alike(
+    run: Path, save_model: SaveAt, save_snapshot: SaveAt, kind: str
+) -> None:
+    folder = save_model(1) if kind == "checkpoints" else save_snapshot(1)
+    (folder / "manifest.json").unlink()
+    assert f"{folder}: manifest.json is missing" in inventory_text(list_saved(run))
+    assert is_saved_folder(folder), "verify must find it also when it is named alone"
+    (verdict,) = check_all([folder])
+    assert (verdict.state, verdict.damage) == (State.DAMAGED, ("manifest.json is missing",))
+    point_latest(folder)
+    moved = folder.rename(run / "elsewhere")
+    folder.symlink_to(moved)
+    found = check_all([folder, folder.with_name("latest")])
+    assert {verdict.state for verdict in found} == {State.DAMAGED}, "a link is as good a place"
+
+
+def test_check_ends_with_a_sum_and_a_way_out_for_each_kind_that_is_damaged(
+    run: Path, save_model: SaveAt, save_snapshot: SaveAt
+) -> None:
+    folders = [save_model(1), save_model(2), save_snapshot(1)]
+    assert closing_lines(list(check_all(folders))) == ["all 3 folders are as they were saved"]
+    (folders[2] / "state.json").unlink()
+    summed, snapshot_way = closing_lines(list(check_all(folders)))
+    assert summed == "1 of 3 folders is damaged"
+    assert snapshot_way.startswith("damaged snapshot: --resume skips it")
+    (folders[0] / "config.json").unlink()
+    summed, model_way, _ = closing_lines(list(check_all(folders)))
+    assert summed == "2 of 3 folders are damaged"
+    assert model_way.startswith("damaged model folder: remove it")
+
+
+def test_file_that_the_manifest_does_not_know_is_mentioned_and_no_damage(
+    run: Path, save_model: SaveAt
+) -> None:
+    folder = save_model(1)
+    (folder / "notes.txt").write_text("mine")
+    (verdict,) = check_all([folder])
+    assert verdict.state is State.OK
+    assert verdict_line(verdict).endswith("; 1 not in the manifest: notes.txt")
+    assert verdict_content(verdict)["unknown"] == ["notes.txt"]
+    for name in "abc":
+        (folder / name).touch()
+    (verdict,) = check_all([folder])
+    assert verdict_line(verdict).endswith("; 4 not in the manifest: a, b, c, ...")
 
 
 def test_hidden_leftovers_are_counted_with_how_they_go(run: Path, save_model: SaveAt) -> None:
@@ -225,6 +299,9 @@ def test_model_of_another_program_has_no_manifest_and_is_not_called_good(templat
     (verdict,) = check_all([template])
     assert verdict.state is State.NO_MANIFEST
     assert "there is no manifest.json to compare with" in verdict_line(verdict)
+    assert verdict_content(verdict)["damage"] == [
+        "there is no manifest.json to compare with; offbeat has not saved it"
+    ]
 
 
 def test_folder_that_is_pruned_meanwhile_has_no_verdict(run: Path, save_model: SaveAt) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.checkpoint import manager
 from offbeat.checkpoint.folders import latest, step_folder, step_folders
 from offbeat.checkpoint.manifest import is_good, verify
 from offbeat.checkpoint.saver import Saver, SaveSchedule
@@ -346,11 +347,69 @@ async def test_a_writer_that_was_killed_with_nothing_to_do_is_replaced_by_the_ne
     assert said.endswith(f"{first} died with exit code -9 with nothing to do; starting another")
 
 
-async def test_death_of_an_idle_writer_is_raised_at_close(tmp_path: Path, template: Path) -> None:
+async def test_death_of_an_idle_writer_is_said_at_close_and_fails_nothing(
+    tmp_path: Path, template: Path, make_weights: MakeWeights, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = await opened(tmp_path)
+    await save_and_wait(saver, make_weights(1), step=1)
     os.kill(saver.writer_pid, signal.SIGKILL)
-    with pytest.raises(CheckpointError, match="died with exit code -9"):
-        await saver.close()
+    await saver.close()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith("died with exit code -9 with nothing to do")
+    assert is_good(step_folder(tmp_path / "checkpoints", 1))
+
+
+@pytest.mark.invariant("I12")
+async def test_a_writer_that_does_not_even_take_its_job_is_killed_at_the_deadline(
+    tmp_path: Path, template: Path, make_weights: MakeWeights
+) -> None:
+    saver = await opened(tmp_path, deadline_seconds=0.2)
+    os.kill(saver.writer_pid, signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        await saver.save(make_weights(1), step=1, config_digest="x" * 1_000_000)
+        with pytest.raises(CheckpointError, match=r"step 1: .*did not end within 0\.2 s"):
+            await saver.close()
+
+
+@pytest.mark.invariant("I13")
+async def test_the_error_of_a_run_is_said_before_a_save_is_waited_for(
+    tmp_path: Path,
+    template: Path,
+    make_weights: MakeWeights,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manager, "_FAILED_SECONDS", 0.1)
+
+    async def body() -> int:
+        async with await opened(tmp_path) as saver:
+            os.kill(saver.writer_pid, signal.SIGSTOP)
+            await saver.save(make_weights(1), step=1)
+            raise KeyError(saver.writer_pid)
+
+    with pytest.raises(KeyError) as caught:
+        await body()
+    assert "its writer was killed" in caught.value.__notes__[0]
+    assert "the save of step 1 ends first" in caplog.records[0].getMessage()
+    assert not is_running(caught.value.args[0])
+
+
+@pytest.mark.invariant("I13")
+async def test_a_save_that_failed_unheard_leaves_no_writer_when_the_run_is_canceled(
+    tmp_path: Path, template: Path, make_weights: MakeWeights
+) -> None:
+    pids = []
+
+    async def body() -> None:
+        async with await opened(tmp_path) as saver:
+            pids.append(saver.writer_pid)
+            resource.prlimit(saver.writer_pid, resource.RLIMIT_FSIZE, (100_000, -1))
+            await saver.save(make_weights(1), step=1)
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await body()
+    assert not is_running(pids[0])
 
 
 @pytest.mark.invariant("I12")

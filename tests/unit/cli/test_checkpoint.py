@@ -62,10 +62,12 @@ def test_a_damaged_folder_is_code_1_and_does_not_hide_the_others(run: Path, call
     (run / "checkpoints" / "step-000002" / "config.json").write_text("{ }")
     done = call("verify")
     assert done.exit_code == 1
-    bad, good = done.output.splitlines()
+    bad, good, summed, way_out = done.output.splitlines()
     assert bad.startswith("damaged")
     assert "step-000002: config.json has 3 bytes, the manifest says 2" in bad
     assert good.split()[:2] == ["ok", str(run / "checkpoints" / "step-000004")]
+    assert summed == "1 of 2 folders is damaged"
+    assert "remove it" in way_out
     found = call("verify", "--json")
     assert found.exit_code == 1
     assert [verdict["state"] for verdict in json.loads(found.output)] == ["damaged", "ok"]

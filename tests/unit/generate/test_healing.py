@@ -176,6 +176,23 @@ async def test_what_the_next_process_does_not_answer_either_is_an_error(
         assert r.generator.restarts == 1
 
 
+async def test_a_restart_is_one_whole_sentence_before_the_end_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rig(tmp_path) as r:
+        await r.generator.generate(request(1))  # who answers has written to its log
+        pid = r.generator.worker.pid
+        r.kill()
+        await r.generator.generate(request(1))
+        (line,) = [m for m in caplog.messages if "restarting" in m]
+    log_file = tmp_path / "logs" / "generator-0.log"
+    assert line.startswith(
+        f"generator-0 (pid {pid}) was killed by SIGKILL (out of memory?); "
+        f"restarting it (1 of 2); end of {log_file}:\n"
+    )
+    assert "generator-0 serves healing_service" in line
+
+
 async def test_a_process_that_dies_while_it_starts_counts_as_another_loss(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         (tmp_path / "born-dead").touch()

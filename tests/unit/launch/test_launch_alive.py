@@ -35,7 +35,7 @@ async def depend_on(worker: LocalWorker, number: signal.Signals, **options: floa
 async def test_the_death_of_a_worker_that_is_asked_nothing_ends_the_block(
     worker: LocalWorker,
 ) -> None:
-    with pytest.raises(WorkerError, match=r"^echo-0 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match=r"^echo-0 \(pid \d+\) was killed by SIGKILL"):
         await depend_on(worker, signal.SIGKILL)
 
 
@@ -52,5 +52,5 @@ async def test_an_error_that_a_death_explains_is_that_death(worker: LocalWorker)
             os.kill(worker.pid, signal.SIGKILL)
             raise StallError("no answer")
 
-    with pytest.raises(WorkerError, match=r"^echo-0 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match=r"^echo-0 \(pid \d+\) was killed by SIGKILL"):
         await fail()

@@ -13,7 +13,7 @@ from process_table import alive, gone_within
 
 from offbeat.errors import ConnectionLost, StallError, WorkerError
 from offbeat.launch.local import LocalScheduler, LocalWorker
-from offbeat.launch.protocols import WorkerSpec
+from offbeat.launch.protocols import LOG_END, WorkerSpec
 
 MakeSpec = Callable[..., WorkerSpec]
 
@@ -67,6 +67,19 @@ async def test_a_worker_can_be_called_by_its_name(
         await call("trainer", "add", 1, returns=int, timeout=5)
 
 
+async def test_a_name_means_the_worker_that_is_not_closed(
+    scheduler: LocalScheduler, make_spec: MakeSpec
+) -> None:
+    for _ in range(3):  # as a set keeps them in any order
+        first = await scheduler.start(make_spec(name="twin"))
+        await first.close()
+        second = await scheduler.start(make_spec(name="twin"))
+        assert await scheduler.async_call_engine("twin", "add", 1, 2, returns=int, timeout=5) == 3
+        await second.close()
+    with pytest.raises(WorkerError, match="there is no worker 'twin'"):
+        await scheduler.async_call_engine("twin", "add", 1, 2, returns=int, timeout=5)
+
+
 async def test_a_request_without_the_token_is_refused(shared: LocalWorker) -> None:
     url = shared.client.url
     async with aiohttp.ClientSession() as session:
@@ -106,21 +119,28 @@ async def test_sigkill_is_noticed_within_a_second_and_fails_calls_in_flight(
         os.kill(worker.pid, signal.SIGKILL)
         async with asyncio.timeout(1):
             reason = await worker.wait()
-    assert reason.startswith("echo-0 was killed by SIGKILL (out of memory?); end of ")
+    how = f"echo-0 (pid {worker.pid}) was killed by SIGKILL (out of memory?)"
+    assert reason.startswith(f"{how}{LOG_END}")
     assert reason.endswith("the last line")
     assert gone_within([child, worker.pid], 1)
     with pytest.raises(WorkerError, match="echo-0"):
         await worker.client.call("add", 1, returns=int, timeout=5)
 
 
+async def test_a_worker_is_found_by_its_name_in_the_process_table(shared: LocalWorker) -> None:
+    command = _text(Path(f"/proc/{shared.pid}/cmdline")).split("\0")
+    assert command[-4:-1] == ["offbeat.launch.worker", str(os.getpid()), "shared"]
+
+
 async def test_a_stopped_process_is_found_by_its_health_and_can_be_killed(
-    worker: LocalWorker,
+    worker: LocalWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(StallError, match=r"^echo-0: no answer to health in 0\.2 s$"):
         await worker.client.health(timeout=0.2)
     await worker.close(grace=0)
-    assert (await worker.wait()).startswith("echo-0 was killed by SIGKILL")
+    assert "did not stop" not in caplog.text, "it was given no time to stop in"
+    assert (await worker.wait()).startswith(f"echo-0 (pid {worker.pid}) was killed by SIGKILL")
 
 
 async def test_ctrl_c_does_not_reach_a_worker(shared: LocalWorker) -> None:
@@ -137,7 +157,7 @@ async def test_sigusr1_writes_the_stacks_to_the_log(shared: LocalWorker, log_dir
 async def test_an_orderly_end_leaves_no_process_of_the_group(worker: LocalWorker) -> None:
     child = await worker.client.call("spawn_child", returns=int, timeout=5)
     await worker.close()
-    assert (await worker.wait()).startswith("echo-0 exited with code 0")
+    assert (await worker.wait()).startswith(f"echo-0 (pid {worker.pid}) exited with code 0")
     assert gone_within([child, worker.pid], 1)
     assert not Path(f"/proc/{worker.pid}").exists(), "the worker was not reaped"  # noqa: ASYNC240
 
@@ -145,7 +165,7 @@ async def test_an_orderly_end_leaves_no_process_of_the_group(worker: LocalWorker
 async def test_death_before_readiness_shows_how_and_the_end_of_the_log(
     scheduler: LocalScheduler, make_spec: MakeSpec
 ) -> None:
-    with pytest.raises(WorkerError, match="echo-0 exited with code 3") as caught:
+    with pytest.raises(WorkerError, match=r"echo-0 \(pid \d+\) exited with code 3") as caught:
         await scheduler.start(make_spec("open_exit"))
     assert "last words" in str(caught.value)
 
@@ -162,13 +182,14 @@ async def test_a_restarted_worker_appends_to_its_log_and_quotes_only_itself(
 
 
 async def test_a_worker_that_ignores_sigterm_is_killed(
-    scheduler: LocalScheduler, make_spec: MakeSpec
+    scheduler: LocalScheduler, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await scheduler.start(make_spec("open_deaf"))
     with pytest.raises(StallError):
         await worker.client.call("block", timeout=0.2)
     await worker.close(grace=0.3)
-    assert (await worker.wait()).startswith("echo-0 was killed by SIGKILL")
+    assert "echo-0 did not stop within 0.3 s of SIGTERM: killed" in caplog.messages
+    assert (await worker.wait()).startswith(f"echo-0 (pid {worker.pid}) was killed by SIGKILL")
     assert not alive(worker.pid)
 
 

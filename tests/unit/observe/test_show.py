@@ -17,6 +17,7 @@ from offbeat.observe.ledger import SCHEMA, EventTotals, LedgerTotals, TokenTotal
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.liveness import held
 from offbeat.observe.metrics import PROX_APPROXIMATIONS, PROX_MEASURES, StepRecord, prox_name
+from offbeat.observe.resuming import resumption
 from offbeat.observe.series import named
 from offbeat.observe.show import RunReader, RunView, as_json, load_run, run_content, run_text
 from offbeat.observe.sinks import JsonlSink
@@ -200,6 +201,52 @@ def test_failed_run_shows_its_error(tmp_path: Path, make_run: MakeRun, end_run: 
     assert "failed after 3 steps" in text
     assert "error     StallError: group 7 waits for generator-0" in text
     assert content(load_run(tmp_path))["error"].startswith("StallError")
+
+
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.INTERRUPTED])
+def test_run_that_ended_early_says_how_to_go_on_from_its_newest_snapshot(
+    tmp_path: Path, make_run: MakeRun, end_run: EndRun, status: RunStatus
+) -> None:
+    folder = make_run(tmp_path / "a run")
+    end_run(folder, status)
+    assert "resume  " not in run_text(load_run(folder)), "no configuration, so nothing to resume"
+    (folder / "config.yaml").write_text("mode: sync\n")
+    command = f"offbeat train '{folder}/config.yaml' --resume"
+    line = f"resume    starts over, no snapshot was taken: {command}"
+    assert line in run_text(load_run(folder)).splitlines()
+    for name in ("step-000002", "step-000010", "step-000012.attempt-1", ".step-000014.tmp-7"):
+        (folder / "snapshots" / name).mkdir(parents=True)
+    line = f"resume    from step 10 (snapshots/step-000010): {command}"
+    assert line in run_text(load_run(folder)).splitlines()
+
+
+def test_only_a_run_that_ended_early_can_be_resumed(
+    tmp_path: Path, make_run: MakeRun, end_run: EndRun
+) -> None:
+    make_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("mode: sync\n")
+    with held(tmp_path):
+        assert "resume  " not in run_text(load_run(tmp_path))
+    assert "resume    starts over" in run_text(load_run(tmp_path)), "it was killed"
+    end_run(tmp_path, RunStatus.COMPLETED)
+    assert "resume  " not in run_text(load_run(tmp_path))
+
+
+def test_open_groups_of_a_killed_run_come_with_what_asks_for_them_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mode: sync\n")
+    with closing(sqlite3.connect(tmp_path / "run.db")) as file, file:
+        file.executescript(SCHEMA)
+        file.execute(
+            "INSERT INTO groups (group_id, attempt, epoch, row, admission_version, admitted_at) "
+            "VALUES (7, 1, 0, 2, 1, 0)"
+        )
+    fates = read_fates(tmp_path)
+    assert "--resume" not in fates_text(fates)
+    ended = resumption(tmp_path, RunStatus.KILLED)
+    assert (
+        "the run has ended; to ask for them again: "
+        f"offbeat train {tmp_path}/config.yaml --resume" in fates_text(fates, ended=ended)
+    )
 
 
 def test_json_has_summary_keys_and_curves_by_step(

@@ -28,6 +28,7 @@ from offbeat.errors import (
     WeightSyncError,
     WorkerError,
 )
+from offbeat.observe.rollouts import recorded_steps
 from offbeat.observe.spans import SpanName
 from offbeat.pipeline.episodes import reward_called
 from offbeat.protocols import EpisodeEngine
@@ -467,6 +468,24 @@ async def test_a_canceled_run_ends_at_once_and_says_so_in_the_ledger(
             await run
     assert_closed(rig)
     assert rig.fates() == {"cancelled": 4}
+
+
+@pytest.mark.invariant("I02")
+async def test_a_step_that_was_trained_is_recorded_though_the_run_ends_before_its_evaluation(
+    open_rig: OpenRig,
+) -> None:
+    rig = await open_rig(steps=3, g=2, valid=["1+1="], eval_steps=1)
+    rig.generator.hold = {-1: asyncio.Event()}
+    run = asyncio.create_task(rig.run())
+    async with asyncio.timeout(5):
+        await rig.generator.until(lambda: any(r.group_id == -1 for r in rig.generator.requests))
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    (record,) = (r for r in rig.records() if r.step > 0)
+    assert (record.step, record.metrics["groups/trained_count"]) == (1, 2)
+    assert rig.fates()["trained"] == 2
+    assert recorded_steps(rig.run_dir) == (1,)
 
 
 class Clock:

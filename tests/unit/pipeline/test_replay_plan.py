@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from offbeat.config import ActorConfig
@@ -57,12 +58,20 @@ def test_all_recorded_steps_are_replayed_unless_some_are_asked_for(tmp_path: Pat
     assert planned(run, from_step=3, to_step=3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("steps", [{"to_step": 5}, {"from_step": 3, "to_step": 2}])
+@pytest.mark.parametrize(
+    "steps", [{"to_step": 5}, {"from_step": 5}, {"from_step": 2, "to_step": 5}]
+)
 def test_steps_that_are_not_there_are_refused_with_those_that_are(
     tmp_path: Path, steps: dict[str, int]
 ) -> None:
-    with pytest.raises(DataError, match="recorded are steps 1 to 4"):
+    with pytest.raises(DataError, match="step 5 was not recorded; recorded are steps 1 to 4"):
         plan_replay(recorded_run(tmp_path, 4), **steps)
+
+
+@pytest.mark.parametrize("first", [3, 9])
+def test_range_without_a_step_is_said_to_be_empty(tmp_path: Path, first: int) -> None:
+    with pytest.raises(DataError, match=f"--from-step {first} lies behind --to-step 2"):
+        plan_replay(recorded_run(tmp_path, 4), from_step=first, to_step=2)
 
 
 def test_run_without_rollouts_has_nothing_to_replay(tmp_path: Path) -> None:
@@ -78,6 +87,14 @@ def forget(path: Path) -> None:
     RolloutLog(path.parents[1]).write(3, [])
 
 
+def rewrite(path: Path) -> None:
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
 def mix(path: Path) -> None:
     RolloutLog(path.parents[1]).write(3, [], None, record(3, before="another run's"))
 
@@ -86,7 +103,9 @@ def mix(path: Path) -> None:
     ("damage", "message"),
     [
         (remove, r"step-000003\.parquet is missing.*replay what lies before it with --to-step 2"),
-        (forget, r"step-000003\.parquet has no record of its update"),
+        (forget, r"step-000003\.parquet has no record of its update: an offbeat that kept none"),
+        (rewrite, r"or the file was rewritten since: bring the file back, or .*--to-step 2"),
+        (tear, r"step-000003\.parquet cannot be read as Parquet: .*; bring the file back"),
         (mix, r"step-000003\.parquet: .*another run's, and step 2 produced digest-2"),
     ],
 )

@@ -19,7 +19,7 @@ from offbeat.checkpoint.manifest import SaveManifest, is_good, seal
 from offbeat.checkpoint.saver import Saver, ScheduleState
 from offbeat.checkpoint.snapshot import Counts, RunState, Snapshots, newest_snapshot
 from offbeat.config import AsyncMode, RunConfig, from_mapping, load, to_yaml
-from offbeat.errors import ConfigError, TrainingError
+from offbeat.errors import CheckpointError, ConfigError, TrainingError
 from offbeat.observe import liveness
 from offbeat.observe.ledger import LedgerTotals, read_groups
 from offbeat.observe.metrics import StepRecord
@@ -127,6 +127,30 @@ def test_without_a_name_the_newest_run_of_the_experiment_is_meant_and_no_older_o
     assert run_to_continue(configure(), asked=True) == new
     ended(new, RunStatus.COMPLETED, 5)
     assert run_to_continue(configure(), asked=True) is None
+
+
+def test_unasked_only_a_run_that_was_configured_the_same_is_continued(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run_dir = begun(configure("mine"))
+    assert run_to_continue(configure(), asked=False) == run_dir
+    longer = configure(total_train_steps=8)
+    assert run_to_continue(longer, asked=False) is None
+    assert run_to_continue(longer, asked=True) == run_dir
+    (run_dir / "config.yaml").write_text("torn: [")
+    assert run_to_continue(configure(), asked=False) is None
+
+
+def test_without_its_ledger_a_run_that_took_a_snapshot_is_refused(
+    configure: Callable[..., RunConfig],
+) -> None:
+    cfg = configure("mine")
+    run_dir = begun(cfg)
+    (run_dir / "run.db").unlink()
+    assert named_after(cfg, run_dir) == cfg
+    (run_dir / "snapshots" / "step-000003").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"run\.db is missing, and .*step-000003 was taken"):
+        named_after(cfg, run_dir)
 
 
 def test_a_snapshot_that_is_named_must_be_one_of_the_run_that_is_meant(

@@ -36,3 +36,17 @@ async def test_each_task_shows_where_it_waits() -> None:
         task.cancel()
     (line,) = [line for line in text.splitlines() if "one that waits" in line]
     assert ".inner (test_stall.py:" in line
+
+
+async def test_tasks_that_wait_at_the_same_place_are_one_line_with_their_number() -> None:
+    async def sibling() -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as group:
+        siblings = [group.create_task(sibling(), name=f"sibling-{i}") for i in (2, 1, 3)]
+        await asyncio.sleep(0)
+        text = task_stacks(asyncio.all_tasks())
+        for task in siblings:
+            task.cancel()
+    (line,) = [line for line in text.splitlines() if ".sibling (" in line]
+    assert line.startswith("  3 tasks such as sibling-1: ")

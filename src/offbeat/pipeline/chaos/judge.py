@@ -89,7 +89,7 @@ def _trained_once(rows: Sequence[LedgerRow], rollouts: Sequence[RolloutRow]) -> 
     recorded = Counter((row.step, row.group_id, row.sibling) for row in rollouts)
     steps = {row.step for row in rollouts}
     said: set[tuple[int | None, GroupId]] = {
-        (row.step, row.group_id) for row in rows if row.fate is Fate.TRAINED and row.step in steps
+        (row.step, row.group_id) for row in rows if row.fate is Fate.TRAINED
     }
     twice = sum(n > 1 for n in recorded.values())
     return Finding(

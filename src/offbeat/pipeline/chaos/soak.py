@@ -88,11 +88,29 @@ class Report:
         return all(finding.holds is not False for finding in self.findings)
 
     def text(self) -> str:
-        """Both tables, for a person."""
-        return "\n".join([*_injected(self.injections), "", *_found(self.findings)])
+        """Both tables and what they come to, for a person."""
+        tables = [*_injected(self.injections), "", *_found(self.findings)]
+        return "\n".join([*tables, "", self._sum_line(), *self._where()])
+
+    def _sum_line(self) -> str:
+        judged = [finding for finding in self.findings if finding.holds is not None]
+        failed = sum(not finding.holds for finding in judged)
+        if failed:
+            return f"{failed} of {len(judged)} claims fail{'s' if failed == 1 else ''}"
+        if not self.injections:
+            return "every claim holds, but nothing was broken: give the run more time"
+        return "every claim holds"
+
+    def _where(self) -> list[str]:
+        """How to look on, if the run came so far."""
+        if not self.run_dir.is_dir():
+            return []
+        return [f"look at the run: offbeat show {self.run_dir}"]
 
 
 def _injected(injections: Sequence[Injection]) -> list[str]:
+    if not injections:
+        return ["no fault was injected"]
     counts = Counter((i.fault.value, i.target) for i in injections)
     return table(
         ("injected", "into", "times"), [(*key, str(n)) for key, n in sorted(counts.items())], left=2
@@ -102,7 +120,9 @@ def _injected(injections: Sequence[Injection]) -> list[str]:
 def _found(findings: Sequence[Finding]) -> list[str]:
     words = {True: "holds", False: "FAILS", None: "-"}
     return table(
-        ("claim", "", "detail"), [(f.claim, words[f.holds], f.detail) for f in findings], left=3
+        ("claim", "verdict", "detail"),
+        [(f.claim, words[f.holds], f.detail) for f in findings],
+        left=3,
     )
 
 
@@ -295,12 +315,17 @@ class _Watch:
         code = self._child.returncode
         fine = self._ended and code == expected
         last = "" if fine else ": " + " | ".join(output.splitlines()[-TAIL_LINES:])
-        asked = f", asked after {self._watched:.0f} s" if self._asked else ""
         return Finding(
             claim="the run went on to its end, and ended when asked (I13)",
             holds=fine,
-            detail=f"exit code {code}{asked}{last}",
+            detail=f"exit code {code}{self._asked_text(fine)}{last}",
         )
+
+    def _asked_text(self, fine: bool) -> str:
+        if not self._asked:
+            return ""
+        as_asked = ", as asked by" if fine else ", asked by"
+        return f"{as_asked} SIGTERM after {self._watched:.0f} s"
 
     def _losses_noticed(self, output: str) -> Finding:
         """Each lost generator is named (I12), and nobody who was not lost; the last may be due."""
