@@ -53,8 +53,8 @@ class Kind(StrEnum):
 
 _DIRECTORIES = {Kind.MODEL: CHECKPOINTS, Kind.SNAPSHOT: snapshot.FOLDER}
 _WAYS_OUT = {
-    Kind.MODEL: "damaged model folder: remove it, or --resume the run from a snapshot before it, "
-    "which saves it again",
+    Kind.MODEL: "damaged model folder: remove it, or go back to a snapshot before it with "
+    "--resume-from, which saves it again",
     Kind.SNAPSHOT: "damaged snapshot: --resume skips it and takes the newest undamaged one",
 }
 
@@ -303,8 +303,10 @@ def is_saved_folder(path: Path) -> bool:
 
 def _kind_of(folder: Path) -> Kind | None:
     """What a run has saved there, by place and name: its files may be gone. None elsewhere."""
-    parent = folder.absolute().parent
-    place = linked_folder(parent) if folder.name == LATEST else folder.absolute()
+    place = folder.absolute()
+    parent = place.parent
+    if place.name == LATEST:
+        place = linked_folder(parent) or place
     for kind, name in _DIRECTORIES.items():
         if parent.name == name and place in (path for *_, path in _named(parent, kind)):
             return kind

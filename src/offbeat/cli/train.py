@@ -93,9 +93,12 @@ def _dry_run(cfg: RunConfig) -> None:
 
 def _print_left(run_dir: Path) -> None:
     """What an interrupted run leaves behind, and how to go on."""
-    folders = {name: run_dir / name for name in ("checkpoints", "snapshots")}
-    newest = {name: max(f.glob("step-*"), default=None) for name, f in folders.items()}
-    checkpoint, snapshot = newest["checkpoints"], newest["snapshots"]
+    from offbeat.checkpoint import snapshot as snapshots
+    from offbeat.checkpoint.folders import CHECKPOINTS, step_folders
+
+    checkpoint, snapshot = (
+        next(iter(step_folders(run_dir / name)), None) for name in (CHECKPOINTS, snapshots.FOLDER)
+    )
     lines = [
         f"newest checkpoint {checkpoint}"
         if checkpoint is not None
