@@ -38,12 +38,13 @@ SLOW = (
     "docs/data-and-rewards.md",
     "docs/evaluation.md",
     "docs/extending.md",
+    "docs/first-steps.md",
     "docs/looking.md",
     "docs/modes.md",
     "docs/replay.md",
     "docs/serving.md",
 )
-"""Pages whose session takes more than ten seconds, beside the first ten minutes."""
+"""Pages whose session takes more than ten seconds."""
 
 RUN = ("sh", "python")
 NOT_RUN = re.compile(r"<!-- not run: (.{10,}) -->\s*")
