@@ -42,10 +42,15 @@ def step_of(folder: Path) -> int:
 
 def step_folders(directory: Path) -> list[Path]:
     """The visible step folders, newest step first."""
+    found = [(int(name[1]), path) for name, path in _entries(directory, _STEP)]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _entries(directory: Path, names: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """What is in ``directory`` under one of ``names``, in any order; nothing where it is not."""
     if not directory.is_dir():
         return []
-    found = [(int(m[1]), path) for path in directory.iterdir() if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [(m, path) for path in directory.iterdir() if (m := names.fullmatch(path.name))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +64,16 @@ class SetAside:
 
 def superseded_folders(directory: Path) -> list[SetAside]:
     """The folders that ``set_aside`` has renamed, newest step and attempt first."""
-    if not directory.is_dir():
-        return []
     found = [
-        SetAside(path=path, step=int(m["step"]), attempt=int(m["attempt"]))
-        for path in directory.iterdir()
-        if (m := _ASIDE.fullmatch(path.name))
+        SetAside(path=path, step=int(name["step"]), attempt=int(name["attempt"]))
+        for name, path in _entries(directory, _ASIDE)
     ]
     return sorted(found, key=lambda each: (each.step, each.attempt), reverse=True)
 
 
 def hidden_entries(directory: Path) -> list[Path]:
     """What is being written, or was left by a writer that was killed: what ``sweep`` looks at."""
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if _HIDDEN.fullmatch(path.name))
+    return sorted(path for _, path in _entries(directory, _HIDDEN))
 
 
 def _hidden(final: Path, kind: str) -> Path:
@@ -226,14 +226,9 @@ def sweep(directory: Path) -> None:
 
     An ``.old`` folder whose place is empty goes back there; everything else that is hidden goes.
     """
-    if not directory.is_dir():
-        return
-    for path in list(directory.iterdir()):
-        match = _HIDDEN.fullmatch(path.name)
-        if match is None:
-            continue
-        final = directory / match["name"]
-        if match["kind"] == "old" and not final.exists():
+    for name, path in _entries(directory, _HIDDEN):
+        final = directory / name["name"]
+        if name["kind"] == "old" and not final.exists():
             path.rename(final)
         else:
             _remove(path)

@@ -185,11 +185,6 @@ class AsyncCheckpointManager:
         self._restarts = 0
 
     @property
-    def mode(self) -> AsyncMode:
-        """``SYNC`` or ``ASYNC``."""
-        return self._mode
-
-    @property
     def pid(self) -> int | None:
         """Process id of the writer; None before there is one."""
         return None if self._process is None else self._process.pid

@@ -122,7 +122,7 @@ class Saver:
         keep_every: int | None,
     ) -> None:
         self._manager = manager
-        self._mode = resolve(mode)
+        self._mode = mode
         self._checkpoints_dir = checkpoints_dir.absolute()
         self._template_dir = template_dir.absolute()
         self._keep_last = keep_last
@@ -146,6 +146,7 @@ class Saver:
             keep_every: beside them, keep those whose step is a multiple of this.
             deadline_seconds: bound of every wait for the writer.
         """
+        mode = resolve(mode)
         manager = AsyncCheckpointManager(mode=mode, deadline_seconds=deadline_seconds)
         await manager.start()
         return cls(

@@ -16,10 +16,6 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Overrides, for example mode=sync actor.optimizer.lr=1e-4."
     ),
 ]
-Run = Annotated[
-    str,
-    typer.Argument(
-        help="A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: latest."
-    ),
-]
+RUN_HELP = "A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: latest."
+Run = Annotated[str, typer.Argument(help=RUN_HELP)]
 Fileroot = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]

@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
-from offbeat.cli.arguments import Fileroot
+from offbeat.cli.arguments import RUN_HELP, Fileroot, Run
 from offbeat.cli.look import AsJson
 
 DAMAGED = 1
 """Exit code when a folder is not what was saved."""
-
-_RUN = "A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: latest."
 
 app = typer.Typer(help="List and verify what a run has saved.", no_args_is_help=True)
 
 
 @app.command("ls")
 def ls(
-    run: Annotated[str, typer.Argument(help=_RUN)] = "latest",
+    run: Run = "latest",
     long: Annotated[
         bool,
         typer.Option(
@@ -46,7 +44,7 @@ def ls(
 def verify(
     target: Annotated[
         str,
-        typer.Argument(metavar="[RUN|FOLDER]", help=f"{_RUN} Or one model folder or snapshot."),
+        typer.Argument(metavar="[RUN|FOLDER]", help=f"{RUN_HELP} Or one model folder or snapshot."),
     ] = "latest",
     as_json: AsJson = False,
     fileroot: Fileroot = Path("runs"),

@@ -57,7 +57,9 @@ def serve(
 
 def _name(folder: Path) -> str:
     """The experiment of a run's checkpoint, else the folder's name."""
-    in_run = folder.parent.name == "checkpoints"
+    from offbeat.checkpoint.folders import CHECKPOINTS
+
+    in_run = folder.parent.name == CHECKPOINTS
     return folder.parents[2].name if in_run else folder.name
 
 

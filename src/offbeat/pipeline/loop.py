@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from offbeat.checkpoint.saver import SaveSchedule
@@ -379,7 +379,7 @@ class Loop:
         metrics["data/epoch"] = float(groups[-1].prompt.epoch)
         metrics["throughput/tokens_per_second"] = metrics["tokens/generated_count"] / seconds
         metrics["throughput/trained_tokens_per_second"] = metrics["actor/tokens_count"] / seconds
-        record = StepRecord(step=step, version=live + 1, seconds=seconds, metrics=metrics)
+        record = replace(record, seconds=seconds)
         if self._evaluator is not None and evaluate:
             self._begin_evaluation(self._evaluator, record, groups, tasks)
         else:

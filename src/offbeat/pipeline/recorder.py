@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -67,7 +68,6 @@ class Recorder:
         earlier: Sequence[StepRecord] = (),
         counts: Counts | None = None,
     ) -> None:
-        counts = counts or Counts()
         self._run_dir = run_dir
         self._sinks = sinks
         self._ledger = ledger
@@ -75,11 +75,7 @@ class Recorder:
         self._rollouts = RolloutLog(run_dir)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._writing: asyncio.Future[None] | None = None
-        self._dropped: dict[DropReason, int] = dict(counts.dropped)
-        self._admitted = counts.admitted
-        self._restarts = counts.restarts
-        self._failed_saves = counts.failed_saves
-        self._failed_snapshots = counts.failed_snapshots
+        self._counts = counts or Counts()
         self._last_failure: str | None = None
         # Of rollouts that were trained on and are not written yet.
         self._advantages: dict[tuple[GroupId, int], float] = {}
@@ -97,13 +93,7 @@ class Recorder:
     @property
     def counts(self) -> Counts:
         """What was counted since the last call of ``step_metrics``."""
-        return Counts(
-            admitted=self._admitted,
-            dropped=dict(self._dropped),
-            restarts=self._restarts,
-            failed_saves=self._failed_saves,
-            failed_snapshots=self._failed_snapshots,
-        )
+        return self._counts
 
     # Groups
 
@@ -118,14 +108,17 @@ class Recorder:
     ) -> None:
         """A group joined the line; ``again`` after a restart, where it was counted before."""
         self._ledger.admit(group_id, epoch=epoch, row=row, admission_version=version)
-        self._admitted += not again
+        self._counts = replace(self._counts, admitted=self._counts.admitted + (not again))
 
     def dropped(
         self, group_id: GroupId, reason: DropReason, detail: str, generated_tokens: int
     ) -> None:
         """A group ended without training."""
         self._ledger.dropped(group_id, reason, detail, generated_tokens=generated_tokens)
-        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+        dropped = self._counts.dropped
+        self._counts = replace(
+            self._counts, dropped={**dropped, reason: dropped.get(reason, 0) + 1}
+        )
 
     def trained(self, groups: Sequence[RolloutGroup], step: int, start: PolicyVersion) -> None:
         """The groups of a step were trained on."""
@@ -135,7 +128,7 @@ class Recorder:
 
     def restarted(self, name: str, why: str) -> None:
         """A generator's process was lost and is being replaced."""
-        self._restarts += 1
+        self._counts = replace(self._counts, restarts=self._counts.restarts + 1)
         self._ledger.event(EventKind.RESTART, _first_line(why), subject=name)
 
     def reply_lost(self, name: str, why: str) -> None:
@@ -169,12 +162,12 @@ class Recorder:
 
     def save_failed(self, why: str) -> None:
         """A model folder was not saved, and training goes on."""
-        self._failed_saves += 1
+        self._counts = replace(self._counts, failed_saves=self._counts.failed_saves + 1)
         self._last_failure = why
 
     def snapshot_failed(self, why: str) -> None:
         """A snapshot was not written, and training goes on."""
-        self._failed_snapshots += 1
+        self._counts = replace(self._counts, failed_snapshots=self._counts.failed_snapshots + 1)
         self._last_failure = why
 
     # Spans
@@ -215,22 +208,18 @@ class Recorder:
         Counts of groups admitted and dropped, of restarts and of failed saves are those since the
         last call.
         """
-        dropped, self._dropped = self._dropped, {}
-        admitted, self._admitted = self._admitted, 0
-        restarts, self._restarts = self._restarts, 0
-        saves, self._failed_saves = self._failed_saves, 0
-        snapshots, self._failed_snapshots = self._failed_snapshots, 0
+        counts, self._counts = self._counts, Counts()
         self._advantages |= _advantages(groups, report)
         return {
             **report.metrics,
             **_group_metrics(groups, live),
-            "groups/admitted_count": float(admitted),
+            "groups/admitted_count": float(counts.admitted),
             "groups/trained_count": float(len(groups)),
-            "groups/dropped_count": float(sum(dropped.values())),
-            "generate/restarts_count": float(restarts),
-            "save/failed_count": float(saves),
-            "snapshot/failed_count": float(snapshots),
-            **{dropped_name(reason): float(n) for reason, n in dropped.items()},
+            "groups/dropped_count": float(sum(counts.dropped.values())),
+            "generate/restarts_count": float(counts.restarts),
+            "save/failed_count": float(counts.failed_saves),
+            "snapshot/failed_count": float(counts.failed_snapshots),
+            **{dropped_name(reason): float(n) for reason, n in counts.dropped.items()},
         }
 
     def updated(self, step: int, update: UpdateRecord) -> None:
@@ -282,8 +271,8 @@ class Recorder:
             tokens=self._ledger.tokens(),
             events=self._ledger.events(),
             failed=FailedSaves(
-                models=self._failed_saves,
-                snapshots=self._failed_snapshots,
+                models=self._counts.failed_saves,
+                snapshots=self._counts.failed_snapshots,
                 last=self._last_failure,
             ),
             error=error,

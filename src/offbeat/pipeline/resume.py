@@ -100,11 +100,15 @@ def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
 def _is_configured_as(run_dir: Path, cfg: RunConfig) -> bool:
     """Whether a run is what ``cfg`` would start."""
     try:
-        old = to_mapping(load(run_dir / CONFIG_FILE))
+        changed = _changes(run_dir, cfg)
     except ConfigError:  # of another version, or torn when it was written
         return False
-    changed = [key for key, _ in _differences(old, to_mapping(cfg))]
-    return all(key.startswith(_FREE) for key in changed)
+    return all(key.startswith(_FREE) for key, _ in changed)
+
+
+def _changes(run_dir: Path, cfg: RunConfig) -> list[tuple[str, str]]:
+    """The keys that differ between a run's own configuration and ``cfg``, and a line on each."""
+    return list(_differences(to_mapping(load(run_dir / CONFIG_FILE)), to_mapping(cfg)))
 
 
 def run_of_snapshot(cfg: RunConfig, snapshot: Path) -> Path:
@@ -165,7 +169,7 @@ def named_after(cfg: RunConfig, run_dir: Path) -> RunConfig:
     if not (run_dir / LEDGER_FILE).is_file():
         _require_no_snapshot(run_dir)
         return cfg  # it was stopped before it began, maybe while it wrote its configuration
-    changed = list(_differences(to_mapping(load(run_dir / CONFIG_FILE)), to_mapping(cfg)))
+    changed = _changes(run_dir, cfg)
     fixed = [line for key, line in changed if key.startswith(_FIXED)]
     if fixed:
         raise ConfigError(

@@ -52,9 +52,12 @@ from offbeat.launch.protocols import Scheduler, WorkerHandle, WorkerSpec
 from offbeat.launch.scheduler import make_scheduler
 from offbeat.observe import liveness
 from offbeat.observe.console import console_sink
+from offbeat.observe.find import CONFIG_FILE, METRICS_FILE
+from offbeat.observe.ledger import FILE_NAME as LEDGER_FILE
 from offbeat.observe.ledger import Breach
 from offbeat.observe.limits import RunSetup
 from offbeat.observe.sinks import JsonlSink, SinkSet
+from offbeat.observe.summary import FILE_NAME as SUMMARY_FILE
 from offbeat.observe.summary import RunStatus, Summary
 from offbeat.observe.trackers.kinds import check_installed
 from offbeat.observe.trackers.process import TrackerProcess, open_trackers
@@ -204,7 +207,7 @@ class PPOTrainer:
             self._take_another_name()
         with (
             liveness.held(self.run_dir),
-            contextlib.closing(Ledger.open(self.run_dir / "run.db")) as ledger,
+            contextlib.closing(Ledger.open(self.run_dir / LEDGER_FILE)) as ledger,
         ):
             setup = RunSetup.of(self.cfg, usable_cores(self.cfg.model.path))
             begun = self._continue(ledger) if self._resume else Continuation()
@@ -238,7 +241,7 @@ class PPOTrainer:
         with boundary(CheckpointError, f"fileroot: creating the run directory {self.run_dir}"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             try:
-                with (self.run_dir / "config.yaml").open("x", encoding="utf-8") as file:
+                with (self.run_dir / CONFIG_FILE).open("x", encoding="utf-8") as file:
                     file.write(to_yaml(self.cfg))
             except FileExistsError:
                 if not self._clock_name:
@@ -274,14 +277,15 @@ class PPOTrainer:
         for tracker in trackers:
             tracker.conclude(status, error)
         summary = recorder.summary(status, error)
+        path = self.run_dir / SUMMARY_FILE
         try:
-            summary.write(self.run_dir / "summary.json")
+            summary.write(path)
         except OSError as exc:
-            log.error("%s could not be written: %s", self.run_dir / "summary.json", exc)
+            log.error("%s could not be written: %s", path, exc)
         return summary
 
     def _sinks(self) -> list[Sink]:
-        sinks: list[Sink] = [JsonlSink(self.run_dir / "metrics.jsonl")]
+        sinks: list[Sink] = [JsonlSink(self.run_dir / METRICS_FILE)]
         if self.cfg.stats_logger.console:
             title = f"{self.cfg.experiment_name}/{self.run_dir.name}"
             sinks.append(console_sink(total_steps=self.inputs.steps, title=title))
@@ -429,8 +433,8 @@ class PPOTrainer:
     async def _snapshots(self, recorder: Recorder) -> AsyncIterator[SnapshotSaves]:
         """At the end of a run the snapshot in flight is waited for."""
         c, directory = self.cfg.recover, self.run_dir / snapshot.FOLDER
-        ledger = self.run_dir / "run.db"
-        needs = (ledger, ledger.with_name("run.db-wal"), self.run_dir / "metrics.jsonl")
+        names = (LEDGER_FILE, f"{LEDGER_FILE}-wal", METRICS_FILE)
+        needs = [self.run_dir / name for name in names]
         policy = SavePolicy("recover", c.on_error, directory, recorder.snapshot_failed)
         async with Snapshots(directory, needs=needs, keep=c.keep) as snapshots:
             saves = SnapshotSaves(snapshots, policy)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from offbeat.config import RunConfig, load
 from offbeat.errors import DataError
+from offbeat.observe.find import METRICS_FILE
 from offbeat.observe.terminal import table
 from offbeat.pipeline.chaos.faults import LOSES_GENERATOR, Fault, Injection, Injector
 from offbeat.pipeline.chaos.judge import Finding, judge
@@ -260,7 +261,7 @@ class _Watch:
 
     def until_end(self, say: Callable[[str], None]) -> None:
         """Returns when the run has ended, by itself or because its time is up."""
-        self._until(lambda: (self._run_dir / "metrics.jsonl").exists())
+        self._until(lambda: (self._run_dir / METRICS_FILE).exists())
         limit = math.inf if self._plan.minutes is None else self._now + self._plan.minutes * 60
         while self._pause(limit) and self._now < limit:
             if self._now < limit - self._calm:
