@@ -84,8 +84,9 @@ def _balance(fates: Fates) -> list[str]:
         ("admitted", str(groups.admitted), "generated", str(tokens.generated)),
         ("= trained", str(groups.trained), "= trained", str(tokens.trained)),
     ]
+    dropped_by = {reason.value: n for reason, n in groups.dropped.items()}
     for reason, wasted in tokens.wasted.items():
-        dropped = groups.dropped[DropReason(reason)] if reason != ledger.UNTRAINED else 0
+        dropped = dropped_by.get(reason, 0)
         if dropped or wasted:
             known = f"+ dropped, {reason}" if dropped else ""
             rows.append((known, str(dropped or ""), f"+ wasted, {reason}", str(wasted)))

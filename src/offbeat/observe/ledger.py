@@ -6,7 +6,8 @@ may be another process while the run goes on, or come long after the run was kil
     admitted  = trained + dropped(by reason) + open                 groups
     generated = trained + wasted(by reason)                         tokens of the groups that ended
 
-Rows that a resumed run superseded stay in the file and count nowhere.
+Rows that a resumed run superseded stay in the file: as groups they count nowhere, their tokens are
+wasted, also those that were trained, for that training was lost.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_row_for_equal_events
 UNTRAINED = "untrained"
 """Why tokens of a *trained* group were wasted: their rollout left the loss (invalid, masked)."""
 
+SUPERSEDED = "superseded"
+"""Why tokens were wasted that a resumed run had to generate again."""
+
 
 class EventKind(StrEnum):
     """What can happen to a run that goes on, and who or what it happened to (the subject)."""
@@ -115,7 +119,7 @@ class LedgerTotals:
 class TokenTotals:
     """Generated tokens of the groups that ended: ``generated = trained + sum(wasted)``.
 
-    ``wasted`` has a key per `DropReason` value and ``untrained``.
+    ``wasted`` has a key per `DropReason` value, ``untrained`` and ``superseded``.
     """
 
     generated: int
@@ -192,12 +196,15 @@ def group_totals(connection: sqlite3.Connection) -> LedgerTotals:
 def token_totals(connection: sqlite3.Connection) -> TokenTotals:
     """`TokenTotals` from one query."""
     found = connection.execute(
-        "SELECT reason, sum(generated_tokens), sum(trained_tokens) FROM groups "
-        "WHERE superseded_by IS NULL AND fate IS NOT NULL GROUP BY reason"
+        f"SELECT CASE WHEN superseded_by IS NULL THEN ifnull(reason, '{UNTRAINED}') "
+        f"ELSE '{SUPERSEDED}' END AS why, sum(generated_tokens), "
+        "sum(CASE WHEN superseded_by IS NULL THEN trained_tokens ELSE 0 END) "
+        "FROM groups WHERE fate IS NOT NULL GROUP BY why"
     ).fetchall()
-    wasted: dict[str, int] = dict.fromkeys([*(r.value for r in DropReason), UNTRAINED], 0)
-    for reason, generated, trained in found:
-        wasted[UNTRAINED if reason is None else reason] += generated - trained
+    reasons = [*(r.value for r in DropReason), UNTRAINED, SUPERSEDED]
+    wasted: dict[str, int] = dict.fromkeys(reasons, 0)
+    for why, generated, trained in found:
+        wasted[why] += generated - trained
     return TokenTotals(
         generated=sum(int(g) for _, g, _ in found),
         trained=sum(int(t) for _, _, t in found),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError, CorruptCheckpoint, DataError
 from offbeat.observe.ledger import (
+    SUPERSEDED,
     UNTRAINED,
     Breach,
     EventKind,
@@ -77,8 +78,28 @@ def test_generated_tokens_are_trained_plus_wasted_by_reason(ledger: Ledger, tmp_
     tokens = ledger.tokens()
     assert (tokens.generated, tokens.trained) == (37, 25)
     assert {k: n for k, n in tokens.wasted.items() if n} == {"filtered": 7, UNTRAINED: 5}
-    assert set(tokens.wasted) == {*(r.value for r in DropReason), UNTRAINED}
+    assert set(tokens.wasted) == {*(r.value for r in DropReason), UNTRAINED, SUPERSEDED}
     assert read_tokens(tmp_path / "run.db") == tokens
+
+
+@pytest.mark.invariant("I02")
+def test_tokens_of_a_superseded_attempt_are_wasted_whether_trained_or_dropped(
+    ledger: Ledger,
+) -> None:
+    def first_steps() -> None:
+        admit(ledger, 1, 2)
+        ledger.trained(GroupId(1), 2, V0, generated_tokens=10, trained_tokens=8)
+        ledger.dropped(GroupId(2), DropReason.STALE, generated_tokens=4)
+
+    admit(ledger, 0)
+    ledger.trained(GroupId(0), 1, V0, generated_tokens=20, trained_tokens=15)
+    first_steps()
+    ledger.begin_attempt(open_groups=(), next_group_id=GroupId(1))
+    first_steps()
+    tokens = ledger.tokens()
+    assert (tokens.generated, tokens.trained) == (48, 23)
+    wasted = {k: n for k, n in tokens.wasted.items() if n}
+    assert wasted == {"stale": 4, UNTRAINED: 7, SUPERSEDED: 14}
 
 
 def test_row_holds_the_whole_story_of_a_group(ledger: Ledger, tmp_path: Path) -> None:
