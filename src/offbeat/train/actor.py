@@ -128,8 +128,9 @@ class PPOActor:
         Raises:
             WeightSyncError: ``produce`` is not the next version, or a token is newer than the
                 weights.
-            TrainingError: nothing to train on, a row longer than the token budget, recorded
-                log-probs that are not this model's, or an earlier update that failed half-way.
+            TrainingError: nothing to train on, a token that the model does not know, a row longer
+                than the token budget, recorded log-probs that are not this model's, or an earlier
+                update that failed half-way.
             NonFiniteLoss: a reward, advantage, log-prob, loss or gradient is NaN or infinite;
                 names the groups.
         """
@@ -172,6 +173,7 @@ class PPOActor:
             samples, self._engine.device, share_prefixes=self._config.prefix_sharing
         )
         _check_versions(batch, produce)
+        _check_tokens(samples, self._engine.vocab_size)
         rewards = [s.reward for s in samples]
         given = f"; the rewards go from {min(rewards):g} to {max(rewards):g}"
         limit = f", and float32 holds -3.4e38 to 3.4e38{_SMALLER}"
@@ -400,6 +402,17 @@ def _prox_errors(
         produced_version=produce,
         mask=mask,
     )
+
+
+def _check_tokens(samples: Sequence[TrainSample], vocab_size: int) -> None:
+    """The model must know every token: on an accelerator a look-up of another kills the process."""
+    for sample in samples:
+        least, greatest = int(sample.tokens.min()), int(sample.tokens.max())
+        if least < 0 or greatest >= vocab_size:
+            raise TrainingError(
+                f"group {sample.group_id} has token ids from {least} to {greatest}, and the model "
+                f"knows 0 to {vocab_size - 1}: it was not this model that wrote them"
+            )
 
 
 def _check_versions(batch: TrainBatch, produce: PolicyVersion) -> None:

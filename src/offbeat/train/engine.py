@@ -43,6 +43,10 @@ class TrainEngine(Protocol):
     def device(self) -> torch.device:
         """Where batches must lie."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
     def logprobs(self, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the policy's tokens, [P] float32 nats each.
 
@@ -114,6 +118,10 @@ class SingleDeviceEngine:
     def device(self) -> torch.device:
         device: torch.device = self._model.device
         return device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_input_embeddings().weight.shape[0])
 
     @property
     def learning_rate(self) -> float:

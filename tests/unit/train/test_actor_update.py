@@ -98,6 +98,18 @@ def test_token_that_was_never_stamped_is_refused(
         make_trainer().actor.update([unstamped, *rest], V1)
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_token_that_the_model_does_not_know_is_refused_and_changes_nothing(
+    make_trainer: Callable[..., Any], rollouts: list[TrainSample], token: int
+) -> None:
+    trainer, (*others, last) = make_trainer(ppo_n_minibatches=2), rollouts
+    before = trainer.engine.snapshot()
+    foreign = dataclasses.replace(last, tokens=np.append(last.tokens[:-1], token))
+    with pytest.raises(TrainingError, match=f"group {last.group_id} has token ids from .*{token}"):
+        trainer.actor.update([*others, foreign], V1)
+    assert same(before, trainer.engine.snapshot())
+
+
 # Proximal log-probs
 
 
