@@ -36,7 +36,7 @@ pipeline/loop.py for group_id, group in self._manager.stale().items() => for gro
 I02 unit/pipeline/test_ledger.py: a second fate overwrites the first
 pipeline/ledger.py = ? AND superseded_by IS NULL AND fate IS NULL => = ? AND superseded_by IS NULL
 I02 unit/pipeline/test_loop.py: groups that are open when the run ends get no fate
-pipeline/loop.py for group_id in self._admitted_at: => for group_id in ():
+pipeline/loop.py for group_id, group in self._open.items(): => for group_id, group in ():
 I02 unit/pipeline/test_loop.py: a dropped group is not recorded
 pipeline/loop.py self._recorder.dropped(group_id, outcome => "".format(group_id, outcome
 I02 unit/generate/test_remote_generator.py: a delivery that comes twice counts twice

@@ -120,8 +120,8 @@ class Summary:
     """One run. ``error`` is the message that ended a failed run and absent from the file otherwise;
     so is ``failed_saves`` when there is none.
 
-    ``peak_rss_bytes`` is the sum over the run's processes of each one's own peak, shared pages
-    counted in each. It, ``tokens.prefill``, ``engine_busy_fraction``,
+    ``peak_rss_bytes`` is the largest sum, at the end of a step, over the processes of then of each
+    one's own peak, shared pages counted in each. It, ``tokens.prefill``, ``engine_busy_fraction``,
     ``decode_share_of_training_time`` and ``limit`` cover the last attempt of a resumed run.
     ``limit`` is None before the first step.
 
@@ -218,7 +218,7 @@ class RunTotals:
         self._failed_models = 0
         self._failed_snapshots = 0
         self._prefill = _CounterTotals()
-        self._peak_rss: dict[str, int] = {}
+        self._peak_rss = 0
         self._busy = BusyTotals()
         for record in earlier:
             self.add_step(record)
@@ -268,15 +268,15 @@ class RunTotals:
     def add_engine(self, worker: str, stats: GeneratorStats) -> None:
         """One poll of one generator: spans since the last poll, counters since its start.
 
-        Its memory is not taken from here: `add_rss` counts every process once, by whatever name.
+        Its memory is not taken from here: `add_rss` counts every process.
         """
         self._busy.add_engine(worker, decode=stats.decode_spans, prefill=stats.prefill_spans)
         self._timeline.add_engine((*stats.decode_spans, *stats.prefill_spans))
         self._prefill.observe(worker, stats.prefill_tokens)
 
-    def add_rss(self, worker: str, peak_bytes: int) -> None:
-        """Peak resident memory of one process so far."""
-        self._peak_rss[worker] = max(peak_bytes, self._peak_rss.get(worker, 0))
+    def add_rss(self, peaks: Iterable[int]) -> None:
+        """Peak resident bytes so far of each process that there is now."""
+        self._peak_rss = max(self._peak_rss, sum(peaks))
 
     def settle(self, upto: float) -> None:
         """Every training interval that starts before ``upto`` was added; call it once per step."""
@@ -341,7 +341,7 @@ class RunTotals:
             completions_with_two_versions=self._two_versions,
             decode_share_of_training_time=self._busy.decode_share(),
             engine_busy_fraction=self._busy.engine_busy(elapsed),
-            peak_rss_bytes=sum(self._peak_rss.values()),
+            peak_rss_bytes=self._peak_rss,
             restarts=happened.restarts,
             reward_workers_replaced=happened.reward_workers,
             lost_replies=happened.lost_replies,

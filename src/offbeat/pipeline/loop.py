@@ -126,6 +126,24 @@ class _Evaluation:
     groups: tuple[RolloutGroup, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class _OpenGroup:
+    """A group that the ledger holds as open: when it was admitted (CLOCK_MONOTONIC seconds), and
+    what generates for it once its episode has begun.
+    """
+
+    admitted_at: float
+    engine: GroupEngine | None = None
+
+    @property
+    def open_requests(self) -> tuple[str, ...]:
+        return () if self.engine is None else self.engine.open_requests
+
+    @property
+    def generated_tokens(self) -> int:
+        return 0 if self.engine is None else self.engine.generated_tokens
+
+
 class Loop:
     """Runs one training run to its end.
 
@@ -191,10 +209,7 @@ class Loop:
             rows=len(stream),
         )
         self._changed = Signal()
-        # The groups that the ledger holds as open, and since when (CLOCK_MONOTONIC seconds).
-        self._admitted_at: dict[GroupId, float] = {}
-        # The engines of the groups whose episodes run.
-        self._engines: dict[GroupId, GroupEngine] = {}
+        self._open: dict[GroupId, _OpenGroup] = {}
         self._evaluation: _Evaluation | None = None
         # The newest step whose weights are live, until its record is written.
         self._unwritten: tuple[StepRecord, Sequence[RolloutGroup]] | None = None
@@ -221,8 +236,9 @@ class Loop:
         except BaseExceptionGroup as errors:
             raise true_cause(errors) from errors
         finally:
-            for group_id in self._admitted_at:
-                self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", 0)
+            for group_id, group in self._open.items():
+                tokens = group.generated_tokens
+                self._recorder.dropped(group_id, DropReason.CANCELLED, "the run ended", tokens)
             if self._unwritten is not None:  # its groups are trained, whatever came after
                 await self._recorder.write(*self._unwritten)
         await self._poll_engines()
@@ -254,11 +270,11 @@ class Loop:
             epoch, row = self._stream.epoch_of(group_id), self._stream.row_of(group_id)
             again = group_id in self._again
             self._recorder.admitted(group_id, epoch, row, ticket.admission_version, again=again)
-            self._admitted_at[group_id] = time.monotonic()
+            self._open[group_id] = _OpenGroup(admitted_at=time.monotonic())
             try:
                 prompt = self._stream.prompt_at(group_id)
             except PromptTooLong as exc:
-                self._drop(group_id, Dropped(reason=DropReason.TOO_LONG, detail=str(exc)), 0)
+                self._drop(group_id, Dropped(reason=DropReason.TOO_LONG, detail=str(exc)))
                 continue
             self._gauge.reserve(group_id, n)
             tasks.create_task(self._episode(ticket, prompt), name=f"group {group_id}")
@@ -283,7 +299,7 @@ class Loop:
             on_start=lambda: self._gauge.start(group_id),
             on_end=request_ended,
         )
-        self._engines[group_id] = engine
+        self._open[group_id].engine = engine
         try:
             outcome = await run_episode(
                 self._workflow,
@@ -294,12 +310,11 @@ class Loop:
                 on_reward=partial(record, SpanName.REWARD),
             )
         finally:
-            del self._engines[group_id]
             self._gauge.release(group_id)
         if isinstance(outcome, RolloutGroup):
             outcome = self._with_signal(outcome)
         if isinstance(outcome, Dropped):
-            self._drop(group_id, outcome, engine.generated_tokens)
+            self._drop(group_id, outcome)
         else:
             self._manager.deliver(group_id, outcome)
             self._warn_of_invalid(outcome)
@@ -322,8 +337,7 @@ class Loop:
             late = (
                 f"{lag} versions after its admission, max_staleness is {self._plan.max_staleness}"
             )
-            tokens = sum(r.written_tokens for r in group.rollouts)
-            self._drop(group_id, Dropped(reason=DropReason.STALE, detail=late), tokens)
+            self._drop(group_id, Dropped(reason=DropReason.STALE, detail=late))
 
     def _warn_of_invalid(self, group: RolloutGroup) -> None:
         """Say once, with the reason, that rewards are missing; each step's line counts them."""
@@ -332,10 +346,10 @@ class Loop:
             self._warned_of_invalid = True
             log.warning("a reward is invalid and leaves its rollout out: %s", reasons[0])
 
-    def _drop(self, group_id: GroupId, outcome: Dropped, generated_tokens: int) -> None:
+    def _drop(self, group_id: GroupId, outcome: Dropped) -> None:
         self._manager.drop(group_id)
-        del self._admitted_at[group_id]
-        self._recorder.dropped(group_id, outcome.reason, outcome.detail, generated_tokens)
+        tokens = self._open.pop(group_id).generated_tokens
+        self._recorder.dropped(group_id, outcome.reason, outcome.detail, tokens)
         if outcome.reason is DropReason.CANCELLED:
             self._recorder.broken(Breach.GROUP_DEADLINE, LATE_GROUP, group_id=group_id)
         self._changed.notify()
@@ -424,8 +438,8 @@ class Loop:
             PendingGroup(
                 group_id=g,
                 row=self._stream.row_of(g),
-                age_seconds=now - self._admitted_at[g],
-                generating=self._engines[g].open_requests if g in self._engines else (),
+                age_seconds=now - self._open[g].admitted_at,
+                generating=self._open[g].open_requests,
             )
             for g in self._manager.pending
         ]
@@ -490,7 +504,7 @@ class Loop:
         self._manager.publish(update.version)
         self._recorder.trained(groups, step, start_version)
         for group in groups:
-            del self._admitted_at[group.prompt.group_id]
+            del self._open[group.prompt.group_id]
         self._drop_stale()
         self._changed.notify()
         committed = time.monotonic()

@@ -229,8 +229,7 @@ class Recorder:
     async def write(self, record: StepRecord, groups: Sequence[RolloutGroup] = ()) -> None:
         """Write a finished step behind; waits only for the step before it to be on disk."""
         self.totals.add_step(record)
-        for pid, peak in process_tree_peaks().items():
-            self.totals.add_rss(f"pid {pid}", peak)
+        self.totals.add_rss(process_tree_peaks().values())
         await self.flush()
         places = [(g.prompt.group_id, r.sibling) for g in groups for r in g.rollouts]
         advantages = {p: self._advantages.pop(p) for p in places if p in self._advantages}

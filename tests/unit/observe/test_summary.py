@@ -99,8 +99,8 @@ def whole_run() -> Summary:
         totals.add_step(record)
     totals.add_training(101.0, 103.0)
     totals.add_engine("generator-0", stats(50, 1000, ((100.5, 102.0), (104.0, 105.0))))
-    for pid, peak in ((1, 300), (2, 1000), (1, 200)):
-        totals.add_rss(f"pid {pid}", peak)
+    for peaks in ((300, 900), (300, 1000), (300, 200)):  # the second process was replaced
+        totals.add_rss(peaks)
     return summary_of(totals, 110.0)
 
 

@@ -468,6 +468,8 @@ async def test_a_canceled_run_ends_at_once_and_says_so_in_the_ledger(
             await run
     assert_closed(rig)
     assert rig.fates() == {"cancelled": 4}
+    answers = [rig.generator.answer(r, 0) for r in rig.generator.ended if r.group_id >= 0]
+    assert sum(g.generated_tokens for g in rig.groups()) == sum(len(a.token_ids) for a in answers)
 
 
 @pytest.mark.invariant("I02")
