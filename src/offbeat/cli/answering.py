@@ -27,8 +27,9 @@ DEFAULT_TOKENS = 256
 Checkpoint = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="A model folder, a model of the Hugging Face hub (ORGANIZATION/MODEL), or a run: its "
-        "folder, its name below --fileroot, or: latest. Of a run, the newest checkpoint is taken."
+        "folder, its name below --fileroot, or: latest. Of a run, the newest checkpoint is taken.",
     ),
 ]
 Slots = Annotated[

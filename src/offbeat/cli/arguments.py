@@ -10,10 +10,11 @@ import typer
 Config = Annotated[
     Path, typer.Argument(help="YAML configuration, for example recipes/reverse.yaml.")
 ]
+OVERRIDES = "[KEY=VALUE]..."
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Overrides, for example mode=sync actor.optimizer.lr=1e-4."
+        metavar=OVERRIDES, help="Overrides, for example mode=sync actor.optimizer.lr=1e-4."
     ),
 ]
 RUN_HELP = "A run's folder; EXPERIMENT, EXPERIMENT/TRIAL or TRIAL below --fileroot; or: latest."

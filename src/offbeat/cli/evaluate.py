@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offbeat.cli.arguments import Fileroot, Overrides
+from offbeat.cli.arguments import OVERRIDES, Fileroot
 from offbeat.errors import ConfigError, OffbeatError, boundary
 from offbeat.launch import interrupts
 
@@ -31,7 +31,12 @@ def evaluate(
             "Face hub (then --data and --reward are needed).",
         ),
     ],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar=OVERRIDES, help="Overrides, for example eval_gconfig.max_new_tokens=64."
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(

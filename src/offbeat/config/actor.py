@@ -227,7 +227,8 @@ class ActorConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
 
     threads: PositiveInt | None = None
-    """CPU threads of the trainer; null: ``RunConfig.trainer_threads``."""
+    """CPU threads of the trainer; null: with ``max_staleness`` 0 all cores, else a share of them
+    (cores / (replicas + 1)); 1 below 50 MB of weights."""
 
     def should_compute_prox_logp(self) -> bool:
         """Whether a step needs a forward pass for p before its first minibatch.

@@ -54,7 +54,8 @@ class GeneratorConfig(Section):
     """How often a generator must answer; one that does not for as long again is replaced."""
 
     threads: PositiveInt | None = None
-    """CPU threads of one generator; null: ``RunConfig.generator_threads``."""
+    """CPU threads of one generator; null: with ``max_staleness`` 0 the cores are shared among the
+    replicas, else among replicas and trainer; 1 below 50 MB of weights."""
 
     dtype: DType | None = None
     """Number format of the engine; null: that of the model."""
