@@ -46,6 +46,7 @@ class Generator(Protocol):
     ) -> Completion:
         """``generate`` that calls ``wrote`` with what has been written, until the answer ends.
 
+        What was told is told again when a lost process or reply is made good: see ``Progress``.
         ``request_id`` must not have been used for a streamed request before.
         """
 

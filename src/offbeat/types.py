@@ -29,6 +29,9 @@ GroupId = NewType("GroupId", int)
 cursor.
 """
 
+OUTSIDE_GROUP = GroupId(-2)
+"""The ``group_id`` of requests that belong to no group of the run and not to its evaluation."""
+
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -112,7 +115,8 @@ class GenerateRequest:
 
     ``seed`` (64 bits) names the request's random stream: the token at answer position i depends on
     (seed, i, logits) only, never on which other requests run beside it. ``group_id`` and ``turn``
-    tell the engine which requests share their prompt; evaluation requests carry ``group_id`` -1.
+    tell the engine which requests share their prompt; evaluation requests carry ``group_id`` -1,
+    those from outside of the run ``OUTSIDE_GROUP``.
     ``stream``: what is written is handed out as it is written, as ``Progress``.
     """
 
@@ -130,9 +134,12 @@ class GenerateRequest:
 class Progress:
     """What a streamed request wrote since its last ``Progress``: arrays of equal length.
 
-    What is written when the answer ends comes with its ``Completion`` only, which has all of it.
+    ``start`` is the place of the first token in the answer. It may go back: a request that was
+    asked for again, because a process or a reply was lost, is written again from 0 on. What is
+    written when the answer ends comes with its ``Completion`` only, which has all of it.
     """
 
+    start: int
     token_ids: IntArray
     logprobs: FloatArray
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from offbeat.errors import (
     ConnectionLost,
@@ -126,8 +126,7 @@ class RemoteGenerator:
         self._carry_timeout = min(control_timeout, request_timeout / 2)
         self._poll_seconds = self._carry_timeout * (POLL_SECONDS / CONTROL_SECONDS)
         self._on_lost_reply = on_lost_reply
-        self._tasks = asyncio.TaskGroup()
-        self._pumps: list[asyncio.Task[None]] = []
+        self._pumps: list[asyncio.Task[NoReturn]] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         """Requests that have a caller and no answer from the worker."""
         self._listeners: dict[asyncio.Future[Completion], Callable[[Progress], None]] = {}
@@ -141,19 +140,33 @@ class RemoteGenerator:
         self._to_collect = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        self._pumps = [self._tasks.create_task(p) for p in (self._send(), self._collect())]
+        self._pumps = [asyncio.create_task(p) for p in (self._send(), self._collect())]
+        for pump in self._pumps:
+            pump.add_done_callback(self._pump_ended)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        for pump in self._pumps:
+        pumps, self._pumps = self._pumps, []
+        for pump in pumps:
             pump.cancel()
-        self._pumps = []
         self._fail(self._waiting.values(), WorkerError(f"{self.name}: closed before it answered"))
-        # Not told of ``exc``: it would wrap the run's error in a group.
-        await self._tasks.__aexit__(None, None, None)
+        await asyncio.wait(pumps)
+
+    def _pump_ended(self, pump: asyncio.Task[NoReturn]) -> None:
+        """Whoever waits for answers must not wait for ever."""
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            why = (
+                error if isinstance(error, OffbeatError) else WorkerError(f"{self.name}: {error!r}")
+            )
+            self._fail(self._waiting.values(), why)
+
+    async def until_broken(self) -> NoReturn:
+        """Wait until no call can be made any more, and raise why: what a callback raised."""
+        done, _ = await asyncio.wait(self._pumps, return_when=asyncio.FIRST_COMPLETED)
+        await next(iter(done))
+        raise AssertionError("a pump ends by its error only")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ``Generator``. Cancelling the call frees the request's slot."""
@@ -169,7 +182,7 @@ class RemoteGenerator:
         self, request: GenerateRequest, wrote: Callable[[Progress], None] | None
     ) -> Completion:
         name = request.request_id
-        if not self._pumps:
+        if not self._pumps or any(pump.done() for pump in self._pumps):
             raise WorkerError(f"{self.name}: not open for request {name}")
         if name in self._waiting:
             raise GenerationError(f"{self.name}: request {name} is already running")
@@ -204,7 +217,7 @@ class RemoteGenerator:
             self._cancelled.append(name)
             self._to_send.set()
 
-    async def _send(self) -> None:
+    async def _send(self) -> NoReturn:
         """Hand over what has come together since the last call."""
         lost: OffbeatError | None = None
         while True:
@@ -243,7 +256,7 @@ class RemoteGenerator:
         self._cancelled = [*sent, *self._cancelled]
         self._to_send.set()
 
-    async def _collect(self) -> None:
+    async def _collect(self) -> NoReturn:
         """Fetch answers as long as somebody waits for one."""
         lost: OffbeatError | None = None
         while True:

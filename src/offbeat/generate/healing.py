@@ -28,6 +28,7 @@ from offbeat.generate.client import UNANSWERED, EngineInfo, RemoteGenerator
 from offbeat.launch.alive import until_silent
 from offbeat.launch.protocols import LOG_END, Scheduler, WorkerHandle, WorkerSpec
 from offbeat.types import (
+    OUTSIDE_GROUP,
     Completion,
     GenerateRequest,
     GeneratorStats,
@@ -169,12 +170,18 @@ class HealingGenerator:
             await self._generator.commit(self._live.version)
 
     async def _until_lost(self) -> str:
-        """Why the process of the moment is no good any more."""
+        """Why the process of the moment is no good any more.
+
+        Raises:
+            OffbeatError: no call can be made of it, for a reason that is not its own.
+        """
+        assert self._generator is not None
         async with asyncio.TaskGroup() as watching:
             ends = [
                 watching.create_task(watch)
                 for watch in (
                     self.worker.wait(),
+                    self._generator.until_broken(),
                     until_silent(self.worker, self._heartbeat),
                     self._until_told(),
                 )
@@ -188,12 +195,15 @@ class HealingGenerator:
         await self._lost.wait()
         return self._why
 
-    async def _attempt(self, call: Callable[[RemoteGenerator], Awaitable[T]]) -> T:
+    async def _attempt(
+        self, call: Callable[[RemoteGenerator], Awaitable[T]], *, may_replace: bool = True
+    ) -> T:
         """Make a call of the process of the moment, and again of the next one should it be lost.
 
-        One process is given up for it, in case it does not answer for another reason.
+        One process is given up for it, in case it does not answer for another reason; none with
+        ``may_replace`` false.
         """
-        gave_up = False
+        gave_up = not may_replace
         while True:
             await self._ready.wait()
             generator = self._generator
@@ -230,13 +240,13 @@ class HealingGenerator:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ``Generator``; outlives the process that began it."""
-        return await self._attempt(lambda g: g.generate(request))
+        return await self._attempt(lambda g: g.generate(request), may_replace=_of_run(request))
 
     async def stream(
         self, request: GenerateRequest, wrote: Callable[[Progress], None]
     ) -> Completion:
-        """See ``Generator``; what a lost process had written is not written again."""
-        return await self._attempt(lambda g: g.stream(request, wrote))
+        """See ``Generator``; outlives the process that began it."""
+        return await self._attempt(lambda g: g.stream(request, wrote), may_replace=_of_run(request))
 
     async def stage(self, update: WeightUpdate) -> None:
         """See ``Generator``; a process that is not there yet gets the weights when it is."""
@@ -280,6 +290,11 @@ class HealingGenerator:
     async def info(self) -> EngineInfo:
         """What the engine of the first process found out about itself."""
         return await self._attempt(lambda g: g.info())
+
+
+def _of_run(request: GenerateRequest) -> bool:
+    """An answer for somebody outside may take longer than the run gives a healthy process."""
+    return request.group_id != OUTSIDE_GROUP
 
 
 @asynccontextmanager

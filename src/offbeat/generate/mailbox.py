@@ -125,6 +125,7 @@ class Mailbox:
 
 def _joined(parts: Sequence[Progress]) -> Progress:
     return Progress(
+        start=parts[0].start,
         token_ids=np.concatenate([p.token_ids for p in parts]),
         logprobs=np.concatenate([p.logprobs for p in parts]),
     )

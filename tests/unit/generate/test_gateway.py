@@ -21,12 +21,12 @@ import pytest_asyncio
 
 from offbeat.data.tokens import TextCodec
 from offbeat.generate.client import TARGET, GeneratorSpec, RemoteGenerator
-from offbeat.generate.gateway.answers import Answers
+from offbeat.generate.gateway.answers import Answers, Ask, as_prompt
 from offbeat.generate.gateway.http import MAX_OPEN_ANSWERS, Gateway, serve_gateway
 from offbeat.launch.codec import encode
 from offbeat.launch.inline import InlineScheduler
 from offbeat.launch.protocols import WorkerSpec
-from offbeat.types import GenerateRequest, GroupId, PolicyVersion, SamplingParams
+from offbeat.types import Completion, GenerateRequest, GroupId, PolicyVersion, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -522,3 +522,28 @@ async def test_a_request_of_a_run_is_not_changed_by_questions_beside_it(served: 
         beside = await served.generator.generate(request)
     assert beside.token_ids.tolist() == alone.token_ids.tolist()
     assert beside.logprobs.tolist() == alone.logprobs.tolist()
+
+
+async def test_of_many_answers_only_some_are_asked_of_the_generator_at_a_time(
+    served: Served,
+) -> None:
+    most = 0
+
+    class Counted:
+        def __init__(self) -> None:
+            self.now = 0
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            nonlocal most
+            self.now += 1
+            most = max(most, self.now)
+            try:
+                return await served.generator.generate(request)
+            finally:
+                self.now -= 1
+
+    answers = Answers(Counted(), codec=served.codec, max_len=MAX_LEN, at_once=2)  # type: ignore[arg-type]
+    prompt = as_prompt(served.codec.encode("1+2"))
+    ask = Ask(prompts=(prompt,), params=SamplingParams(max_new_tokens=3), n=7)
+    assert len(await answers.whole(ask)) == 7
+    assert most == 2

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from offbeat.errors import GenerationError
+from offbeat.generate.gateway.answers import StreamedAnswer
 from offbeat.generate.gateway.text import AnswerText
 from offbeat.types import Completion, Progress, StopReason
 
@@ -53,9 +55,11 @@ def decoder(tokenizer: Tokenizer) -> Decode:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def progress(ids: Sequence[int]) -> Progress:
+def progress(start: int, ids: Sequence[int]) -> Progress:
     return Progress(
-        token_ids=np.array(ids, dtype=np.int64), logprobs=np.zeros(len(ids), dtype=np.float32)
+        start=start,
+        token_ids=np.array(ids, dtype=np.int64),
+        logprobs=np.zeros(len(ids), dtype=np.float32),
     )
 
 
@@ -83,7 +87,7 @@ def pieces_of(ids: Sequence[int], text: str, decode: Decode, stops: Sequence[str
     answer = AnswerText(decode, stops)
     rng = random.Random(len(ids))
     return [
-        *(answer.wrote(progress(part)) for part in cut(ids, rng)),
+        *(answer.wrote(np.array(part, dtype=np.int64)) for part in cut(ids, rng)),
         answer.ended(completion(ids, text)),
     ]
 
@@ -122,7 +126,7 @@ def test_pieces_are_the_text_where_the_decoder_strips_and_falls_back_to_bytes(se
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     tokenizer = bytes_tokenizer()
     answer = AnswerText(decoder(tokenizer), ["stop"])
-    said = [answer.wrote(progress([i])) for i in tokenizer.encode("ab€c").ids]
+    said = [answer.wrote(np.array([i])) for i in tokenizer.encode("ab€c").ids]
     assert said == ["a", "b", "", "", "€", "c"]
 
 
@@ -145,3 +149,27 @@ def test_nothing_of_a_stop_string_is_ever_shown(text: str, stops: list[str], sho
     for piece in pieces:
         so_far += piece
         assert shown.startswith(so_far)
+
+
+def test_what_is_told_again_after_a_loss_is_not_said_again() -> None:
+    decode = decoder(bytes_tokenizer())
+    ids = bytes_tokenizer().encode("abcdef").ids
+    answer = StreamedAnswer(0, AnswerText(decode, []))
+    told = [
+        progress(0, ids[:2]),
+        progress(2, ids[2:3]),
+        progress(0, ids[:2]),
+        progress(2, ids[2:5]),
+    ]
+    pieces = [answer.wrote(p) for p in told]
+    last = answer.ended(completion(ids, "abcdef"))
+    assert [p.text for p in pieces] + [last.text] == ["ab", "c", "", "de", "f"]
+    assert [i for p in (*pieces, last) for i in p.token_ids.tolist()] == ids
+
+
+def test_another_answer_than_the_one_that_was_said_is_an_error() -> None:
+    ids = bytes_tokenizer().encode("abc").ids
+    answer = StreamedAnswer(0, AnswerText(decoder(bytes_tokenizer()), []))
+    answer.wrote(progress(0, ids[:2]))
+    with pytest.raises(GenerationError, match=r"newer weights.*ask again"):
+        answer.ended(completion(ids[::-1], "cba"))

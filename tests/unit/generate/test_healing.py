@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 from healing_service import BLOCK, HOLD, NEVER
 
-from offbeat.errors import StallError, WorkerError
+from offbeat.errors import CheckpointError, StallError, WorkerError
 from offbeat.generate import healing
 from offbeat.generate.healing import HealingGenerator, while_healing
 from offbeat.launch.local import LocalScheduler
 from offbeat.launch.protocols import WorkerSpec
 from offbeat.types import (
+    OUTSIDE_GROUP,
     Completion,
     GenerateRequest,
     GroupId,
@@ -211,3 +213,33 @@ async def test_too_many_losses_end_the_run_with_the_last_reason(tmp_path: Path) 
     with pytest.raises(WorkerError, match="killed by SIGKILL") as caught:
         await lose_two()
     assert "restarted 1 times already (generator.max_restarts)" in str(caught.value)
+
+
+@pytest.mark.invariant("I13")
+async def test_no_process_is_replaced_for_somebody_outside_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "DEATH_NOTICE_SECONDS", 0.1)
+    outside = dataclasses.replace(request(NEVER), group_id=OUTSIDE_GROUP)
+    async with rig(tmp_path, request_timeout=0.5) as r:
+        with pytest.raises(StallError, match=r"no answer to request r in 0\.5 s"):
+            await r.generator.generate(outside)
+        assert r.generator.restarts == 0
+
+
+@pytest.mark.invariant("I12")
+async def test_a_successor_that_cannot_be_used_ends_the_run(tmp_path: Path) -> None:
+    def full_disk(_: object) -> None:
+        raise CheckpointError("run.db: No space left on device")
+
+    async def lose() -> None:
+        async with rig(tmp_path) as r:
+            r.kill()
+            await r.generator.generate(request(1))
+            assert r.generator._generator is not None
+            r.generator._generator._say_repeated = full_disk  # type: ignore[method-assign,assignment]
+            await r.generator.generate(request(NEVER, name="s"))
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        async with asyncio.timeout(20):
+            await lose()

@@ -29,7 +29,7 @@ def answer(text: str) -> Completion:
 
 
 def wrote(*ids: int) -> Progress:
-    return Progress(token_ids=np.array(ids), logprobs=-np.array(ids, dtype=np.float32))
+    return Progress(start=0, token_ids=np.array(ids), logprobs=-np.array(ids, dtype=np.float32))
 
 
 class Desk:

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from offbeat.errors import (
+    CheckpointError,
     ConnectionLost,
     GenerationError,
     OffbeatError,
@@ -797,3 +798,25 @@ async def test_a_stopped_worker_stalls_what_waits_and_serves_again_when_it_goes_
         await until(remote, lambda stats: (stats.prefill_tokens, stats.running) == (3, 1))
         await remote.resume()
         assert [a.text for a in await asyncio.gather(*again)] == ["a of 3"]
+
+
+@pytest.mark.invariant("I12")
+async def test_a_loss_that_cannot_be_recorded_ends_what_waits_and_says_why(
+    client: Client, ask: Ask
+) -> None:
+    def full_disk(_: str) -> None:
+        raise CheckpointError("run.db: No space left on device")
+
+    async with (
+        asyncio.timeout(20),
+        RemoteGenerator(Worker(client), request_timeout=15, on_lost_reply=full_disk) as remote,
+    ):
+        calls = start(remote, ask(name="a"))
+        await client.submitted()
+        (await client.next("collect")).reply.set_exception(ConnectionLost("lost"))
+        (await client.next("collect")).reply.set_result([])
+        assert [str(e) for e in await end(*calls)] == ["run.db: No space left on device"]
+        with pytest.raises(CheckpointError, match="No space left"):
+            await remote.until_broken()
+        with pytest.raises(WorkerError, match="not open for request b"):
+            await remote.generate(ask(name="b"))

@@ -184,7 +184,7 @@ class Engine:
             begin = beyond.get(name)
             if begin is not None and self._rows.written[slot] > begin:
                 tokens, logp = self._rows.answer(slot, begin)
-                found[name] = Progress(token_ids=tokens, logprobs=logp)
+                found[name] = Progress(start=begin, token_ids=tokens, logprobs=logp)
         return found
 
     def swap_weights(self, load: Callable[[], None], version: PolicyVersion) -> None:

@@ -6,19 +6,22 @@ Owns the intervals between two polls. Knows no passes: the engine thread adds, t
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 
 class BusySpans:
     """When a kind of forward pass ran; written by the engine thread, taken by the loop.
 
-    Spans less than ``GAP`` seconds apart are joined: a steady stream of steps is one span.
+    Spans less than ``GAP`` seconds apart are joined: a steady stream of steps is one span. Of more
+    than ``MOST`` the oldest are forgotten: nobody polls an engine that serves by itself.
     """
 
     GAP = 1e-3
+    MOST = 100_000
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spans: list[tuple[float, float]] = []
+        self._spans: deque[tuple[float, float]] = deque(maxlen=self.MOST)
 
     def add(self, start: float, end: float) -> None:
         with self._lock:
@@ -29,5 +32,6 @@ class BusySpans:
     def take(self) -> tuple[tuple[float, float], ...]:
         """Everything since the last call."""
         with self._lock:
-            spans, self._spans = tuple(self._spans), []
+            spans = tuple(self._spans)
+            self._spans.clear()
         return spans

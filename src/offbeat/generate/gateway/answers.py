@@ -13,22 +13,22 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import DataError, PromptTooLong, true_cause
+from offbeat.errors import DataError, GenerationError, PromptTooLong, true_cause
 from offbeat.generate.gateway.text import AnswerText
 from offbeat.protocols import Generator
 from offbeat.seeds import derive
 from offbeat.types import (
+    OUTSIDE_GROUP,
     Completion,
     FloatArray,
     GenerateRequest,
-    GroupId,
     IntArray,
     Message,
     Progress,
@@ -37,9 +37,6 @@ from offbeat.types import (
 
 _Event: TypeAlias = tuple[int, Progress | Completion]
 """Which answer, and what came to it."""
-
-OUTSIDE = GroupId(-1)
-"""Requests that belong to no group of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +68,40 @@ class Piece:
     completion: Completion | None = None
 
 
-class _Answer:
+class StreamedAnswer:
     """One answer of which pieces are out."""
 
     def __init__(self, index: int, text: AnswerText) -> None:
         self._index = index
         self._text = text
-        self._written = 0
+        self._written: list[int] = []
 
     def wrote(self, progress: Progress) -> Piece:
-        self._written += len(progress.token_ids)
+        """What is new of ``progress``, which may tell again what is out already."""
+        known = max(0, len(self._written) - progress.start)
+        ids, logprobs = progress.token_ids[known:], progress.logprobs[known:]
+        self._written += ids.tolist()
         return Piece(
-            index=self._index,
-            text=self._text.wrote(progress),
-            token_ids=progress.token_ids,
-            logprobs=progress.logprobs,
+            index=self._index, text=self._text.wrote(ids), token_ids=ids, logprobs=logprobs
         )
 
     def ended(self, completion: Completion) -> Piece:
+        """The rest.
+
+        Raises:
+            GenerationError: it is the rest of another answer than the one that is out.
+        """
+        out = len(self._written)
+        if completion.token_ids[:out].tolist() != self._written:
+            raise GenerationError(
+                "the generator was lost while it answered, and its successor has newer weights, "
+                "which write another answer: ask again"
+            )
         return Piece(
             index=self._index,
             text=self._text.ended(completion),
-            token_ids=completion.token_ids[self._written :],
-            logprobs=completion.logprobs[self._written :],
+            token_ids=completion.token_ids[out:],
+            logprobs=completion.logprobs[out:],
             completion=completion,
         )
 
@@ -103,10 +111,17 @@ class Answers:
 
     Args:
         max_len: most tokens of prompt plus answer.
+        at_once: answers that are asked of the generator at the same time, the others wait here;
+            None: all of them.
     """
 
-    def __init__(self, generator: Generator, *, codec: TextCodec, max_len: int) -> None:
+    def __init__(
+        self, generator: Generator, *, codec: TextCodec, max_len: int, at_once: int | None = None
+    ) -> None:
         self.codec = codec
+        self._places: AbstractAsyncContextManager[None] = (
+            nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+        )
         self.max_len = max_len
         self._generator = generator
 
@@ -134,7 +149,7 @@ class Answers:
         requests = self._requests(ask)
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._generator.generate(r)) for r in requests]
+                running = [tasks.create_task(self._generate(r)) for r in requests]
         except BaseExceptionGroup as errors:
             raise true_cause(errors) from errors
         return [task.result() for task in running]
@@ -147,7 +162,7 @@ class Answers:
             PromptTooLong, OffbeatError: see ``whole``; what the generator raises ends the block.
         """
         requests = self._requests(ask)
-        # At most two entries for each token that the answers may have.
+        # At most two entries for each token that the answers may have, and again after a loss.
         events: asyncio.Queue[_Event] = asyncio.Queue()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -161,20 +176,27 @@ class Answers:
         except BaseExceptionGroup as errors:
             raise true_cause(errors) from errors
 
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        async with self._places:
+            return await self._generator.generate(request)
+
     async def _stream(
         self, index: int, request: GenerateRequest, events: asyncio.Queue[_Event]
     ) -> None:
         def wrote(progress: Progress) -> None:
             events.put_nowait((index, progress))
 
-        events.put_nowait((index, await self._generator.stream(request, wrote)))
+        async with self._places:
+            completion = await self._generator.stream(request, wrote)
+        events.put_nowait((index, completion))
 
     async def _pieces(
         self, requests: Sequence[GenerateRequest], events: asyncio.Queue[_Event]
     ) -> AsyncIterator[Piece]:
         """What ``events`` tell, until all answers have ended."""
         answers = [
-            _Answer(i, AnswerText(self.codec.decode, r.params.stop)) for i, r in enumerate(requests)
+            StreamedAnswer(i, AnswerText(self.codec.decode, r.params.stop))
+            for i, r in enumerate(requests)
         ]
         left = len(answers)
         while left:
@@ -203,7 +225,7 @@ class Answers:
         for i in range(ask.answers):
             yield GenerateRequest(
                 request_id=f"gateway-{name}-{i}",
-                group_id=OUTSIDE,
+                group_id=OUTSIDE_GROUP,
                 sibling=i,
                 turn=0,
                 prompt_ids=ask.prompts[i // ask.n],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from offbeat.types import Completion, Progress
+from offbeat.types import Completion, IntArray
 
 _CONTEXT_TOKENS = 8
 """How many tokens before the new ones are decoded along: what a token's text may depend on."""
@@ -37,9 +37,9 @@ class AnswerText:
         self._sent = 0
         """Characters that are out."""
 
-    def wrote(self, progress: Progress) -> str:
-        """What is certain now and was not before; may be empty."""
-        self._tokens += progress.token_ids.tolist()
+    def wrote(self, token_ids: IntArray) -> str:
+        """What is certain after these tokens and was not before; may be empty."""
+        self._tokens += token_ids.tolist()
         text = self._held + self._fresh()
         certain = len(text) - _overlap(text, self._stops)
         self._held = text[certain:]
