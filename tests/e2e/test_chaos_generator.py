@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos_checks import check_equal, restarts
+
+import offbeat
+from offbeat import PPOTrainer
+from offbeat.pipeline.update_record import UpdateRecorder
+from offbeat.train.client import RemoteTrainer, TrainerSpec
 
 SAVED = "saver.at_end=true"
 STEPS = "total_train_steps=6"
@@ -91,3 +97,32 @@ def test_a_run_that_is_asked_says_what_it_waits_for_and_goes_on(lab: Any) -> Non
     run.until_text("it waits for\n  ")
     assert run.output.index("admission: ") < run.output.index("it waits for\n")
     assert run.end() == 0, run.output
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I12")
+def test_a_generator_that_dies_before_it_is_asked_anything_is_replaced(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = UpdateRecorder.begin
+
+    async def begin_and_kill(trainer: TrainerSpec, remote: RemoteTrainer) -> UpdateRecorder:
+        begun = await begin(trainer, remote)
+        os.kill(child("generator-0"), signal.SIGKILL)
+        return begun
+
+    monkeypatch.setattr(UpdateRecorder, "begin", staticmethod(begin_and_kill))
+    monkeypatch.chdir(lab.folder)
+    summary = PPOTrainer.from_config(offbeat.load("config.yaml")).run()
+    assert (summary.status, summary.steps) == ("completed", 2)
+    assert summary.restarts == {"generator-0": 1}
+
+
+def child(name: str) -> int:
+    """The worker of this process that has ``name``."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            argv = (entry / "cmdline").read_bytes().decode().split("\0")
+            if argv[-3:-1] == [str(os.getpid()), name]:
+                return int(entry.name)
+    raise AssertionError(f"no {name}")

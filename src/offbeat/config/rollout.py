@@ -89,10 +89,11 @@ class RolloutConfig(Section):
     """Permit ``max_staleness`` > 0 without decoupled loss, which is known to collapse."""
 
     request_timeout_seconds: PositiveFloat = 600.0
-    """Longest time for one generation request."""
+    """Longest time for one generation request, after which its generator is replaced once."""
 
     stall_seconds: PositiveFloat = 300.0
-    """A wait without progress for this long ends the run and names what was waited for."""
+    """A wait without progress for this long ends the run and names what was waited for. Where it is
+    for a generator, ``request_timeout_seconds`` must have passed too."""
 
     def _settle(self) -> None:
         alias = self.max_head_offpolicyness

@@ -104,6 +104,10 @@ class RunConfig(Section):
             return self.rollout.max_concurrent_rollouts
         return max(self.generator.slots * self.generator.replicas, self.gconfig.n_samples)
 
+    def concurrent_prompts(self, n_samples: int) -> int:
+        """Prompts of which ``n_samples`` answers each fill what may be in flight; at least 1."""
+        return -(-self.max_concurrent_rollouts // n_samples)
+
     def generator_threads(self, cpu_count: int) -> int:
         """CPU threads of one generator: as set, else a share of ``cpu_count``, at least 1.
 

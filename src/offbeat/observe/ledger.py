@@ -90,6 +90,7 @@ class EventKind(StrEnum):
 class Breach(StrEnum):
     """What keeps a synchronous run from being repeated bit for bit."""
 
+    CONFIG = "config"
     ENGINE = "engine"
     MACHINE = "machine"
     GROUP_DEADLINE = "group-deadline"

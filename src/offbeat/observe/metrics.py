@@ -258,6 +258,13 @@ class StepRecord:
         return {"version": self.version, "seconds": self.seconds, **self.metrics}
 
 
+def seconds_of(steps: Iterable[StepRecord]) -> float:
+    """How long they took. Step 0, the evaluation before the first, does not count: it runs while
+    the first does.
+    """
+    return math.fsum(record.seconds for record in steps if record.step > 0)
+
+
 class MetricReducer:
     """Collects values of declared metrics and reduces each by its own rule.
 

@@ -16,7 +16,7 @@ import msgspec
 from offbeat.observe import ledger, summary
 from offbeat.observe.find import METRICS_FILE
 from offbeat.observe.liveness import Life, life_of
-from offbeat.observe.metrics import StepRecord
+from offbeat.observe.metrics import StepRecord, seconds_of
 from offbeat.observe.proximal import ProxErrors
 from offbeat.observe.resuming import resumption
 from offbeat.observe.series import CURVES, CurveTable, Series
@@ -95,7 +95,7 @@ class RunReader:
             return ()
         for record in self._tail.read():
             self._totals.add_step(record)
-            self._seconds += record.seconds
+            self._seconds += seconds_of([record])
             self._curves.add(record)
             self._prox.add(record)
             new.append(record)

@@ -18,7 +18,7 @@ from offbeat.errors import DataError
 from offbeat.observe.files import replacing
 from offbeat.observe.ledger import EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import Limit, RunSetup, find_limit
-from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord
+from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord, seconds_of
 from offbeat.observe.spans import BusyTotals, SpanName
 from offbeat.observe.timeline import Timeline
 from offbeat.types import GeneratorStats
@@ -205,7 +205,7 @@ class RunTotals:
         self._setup = setup
         self._updates = 0
         self._timeline = Timeline(started)
-        self._earlier_seconds = math.fsum(record.seconds for record in earlier)
+        self._earlier_seconds = seconds_of(earlier)
         self._steps = 0
         self._seconds = {"wait/data_seconds": 0.0, "train/update_seconds": 0.0}
         self._rewards: list[float] = []

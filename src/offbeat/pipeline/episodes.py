@@ -236,7 +236,7 @@ def _place(prompt: Prompt) -> str:
 
 
 CHOSEN = (DropReason.FILTERED, DropReason.STALE)
-"""Drops that the configuration asks for: no failures."""
+"""Drops that the configuration asks for, of complete groups: no failures."""
 
 
 class FailureBudget:
@@ -262,7 +262,7 @@ class FailureBudget:
         self._first: RolloutError | None = None
 
     def record(self, outcome: RolloutGroup | Dropped) -> None:
-        """Count one ended group.
+        """Count one ended group; a complete one that is dropped later is counted as complete.
 
         Raises:
             RolloutError: the budget is spent; the message has the first real error of the run.

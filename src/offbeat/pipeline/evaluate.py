@@ -131,6 +131,20 @@ class Evaluator:
         self._plan = plan
         self._concurrency = concurrency
         self._name = name
+        self._engines: set[GroupEngine] = set()
+        self._asked = 0
+        self.answered = 0
+        """Rows that are through, of the evaluation that runs."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a request has no answer yet; otherwise rewards or workflows are at work."""
+        return any(engine.open_requests for engine in self._engines)
+
+    @property
+    def progress(self) -> str:
+        """How far it is, for a person."""
+        return f"the evaluation: {self.answered} of {self._asked} rows are through"
 
     async def run(self, version: PolicyVersion) -> EvalResult:
         """Scores of ``version``, which must stay live until this returns. Raises as ``answers``."""
@@ -154,13 +168,12 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         started = loop.time()
         prompts, skipped = self._prompts()
-        done = 0
+        self._asked, self.answered = len(prompts), 0
 
         async def one(prompt: Prompt) -> Answered:
-            nonlocal done
             answered = await self._episode(prompt, version)
-            done += 1
-            on_answered(done, len(prompts))
+            self.answered += 1
+            on_answered(self.answered, len(prompts))
             return answered
 
         async with AsyncTaskRunner(self._concurrency) as runner:
@@ -200,11 +213,14 @@ class Evaluator:
             key=prompt.row,
             tag=f"eval-{version}",
         )
+        self._engines.add(engine)
         try:
             rollouts = await run_workflow(self._workflow, engine, prompt, where)
         except RolloutError as exc:
             log.warning("%s has no answer: %s", where, exc)
             return Answered(prompt=prompt, error=exc)
+        finally:
+            self._engines.remove(engine)
         for turn in (t for r in rollouts for t in r.turns):
             others = set(turn.completion.versions.tolist()) - {int(version)}
             if others:

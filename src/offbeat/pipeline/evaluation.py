@@ -195,7 +195,7 @@ def _evaluator(
         stream=stream,
         codec=codec,
         plan=plan,
-        concurrency=-(-cfg.max_concurrent_rollouts // plan.n_samples),
+        concurrency=cfg.concurrent_prompts(plan.n_samples),
         name=name,
     )
 

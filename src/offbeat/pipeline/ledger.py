@@ -181,6 +181,7 @@ class Ledger:
         generated_tokens: int = 0,
     ) -> None:
         """One group ended without training. Raises RuntimeError when it is not open."""
+        detail = _storable(detail)
         values = ("dropped", reason.value, None, None, self._clock(), detail, generated_tokens, 0)
         with self._transaction() as cursor:
             self._end(cursor, group_id, values)
@@ -200,6 +201,7 @@ class Ledger:
             subject: see ``EventKind``.
             group_id: the group that it happened to, if any; kept of the first time.
         """
+        detail = _storable(detail)
         values = (self._attempt, self._clock(), kind.value, subject, group_id, detail)
         with _writing(self._path):
             self._connection.execute(
@@ -267,6 +269,11 @@ class Ledger:
                 with contextlib.suppress(sqlite3.Error):
                     cursor.execute("ROLLBACK")
                 raise
+
+
+def _storable(text: str) -> str:
+    """``text`` without half surrogate pairs, which a row of JSON may bring into a message."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def choose_journal(connection: sqlite3.Connection) -> str:

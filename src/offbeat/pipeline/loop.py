@@ -55,7 +55,7 @@ from offbeat.pipeline.staleness import (
     StalenessManager,
     Ticket,
 )
-from offbeat.pipeline.stall import PendingGroup, pending_text, task_stacks
+from offbeat.pipeline.stall import Patience, PendingGroup, pending_text, task_stacks
 from offbeat.pipeline.update_record import UpdateRecorder
 from offbeat.protocols import Generator, Trainer, Workflow
 from offbeat.rollout.samples import to_samples
@@ -98,6 +98,7 @@ class LoopPlan:
     max_consecutive_failures: int
     stall_seconds: float
     signal: SignalRules
+    request_timeout_seconds: float = 0.0
     policy: Policy = Policy.PACE
     adaptive_lookahead: bool = False
     group_deadline_seconds: float | None = None
@@ -119,9 +120,13 @@ class Cadence:
 
 @dataclass(slots=True, kw_only=True)
 class _Evaluation:
-    """A running evaluation and the step record that waits for its result."""
+    """A running evaluation, when it began (CLOCK_MONOTONIC seconds), and the step record that waits
+    for its result.
+    """
 
+    evaluator: Evaluator
     task: asyncio.Task[EvalResult]
+    began: float
     record: StepRecord
     groups: tuple[RolloutGroup, ...]
 
@@ -254,8 +259,16 @@ class Loop:
                 )
             await self._generator.stage(update)
             await self._generator.commit(update.version)
-        if self._saver is not None and start.saved and not self._saver.holds(start.step):
-            # It was under way when the run stopped.
+        through = start.step >= self._plan.steps
+        if through:
+            log.warning(
+                "nothing is left to train: the snapshot is of step %d, and %d steps are asked for",
+                start.step,
+                self._plan.steps,
+            )
+        # A save that was due was under way when the run stopped.
+        due = start.saved or (through and self._cadence.save_at_end)
+        if self._saver is not None and due and not self._saver.holds(start.step):
             await self._saver.save(update, step=start.step)
 
     # Admission and episodes
@@ -312,13 +325,13 @@ class Loop:
         finally:
             self._gauge.release(group_id)
         if isinstance(outcome, RolloutGroup):
+            self._warn_of_invalid(outcome)
+            self._budget.record(outcome)
             outcome = self._with_signal(outcome)
         if isinstance(outcome, Dropped):
             self._drop(group_id, outcome)
         else:
             self._manager.deliver(group_id, outcome)
-            self._warn_of_invalid(outcome)
-            self._budget.record(outcome)
             self._drop_stale()
             self._changed.notify()
 
@@ -403,20 +416,22 @@ class Loop:
         """The oldest groups, once they are complete.
 
         Raises:
-            StallError: nothing happened for ``stall_seconds``: no request ended and no generator
-                wrote a token.
+            StallError: nothing happened for ``stall_seconds``: no request ended, and either none
+                was open or no token was written for as long as a request may take.
         """
         started = time.monotonic()
         waits = not self._manager.batch_ready()
         slots_free = self._gauge.fits(self._plan.sampling.n_samples)
+        patience = self._patience()
         while not self._manager.batch_ready():
             try:
                 async with asyncio.timeout(self._plan.stall_seconds):
                     await self._changed.changed()
+                patience.something_happened()
             except TimeoutError:
-                before = self._tokens_written
                 await self._poll_engines()
-                if self._tokens_written == before:
+                generating = any(group.open_requests for group in self._open.values())
+                if patience.is_spent(generating=generating, tokens=self._tokens_written):
                     raise self._stalled(step) from None
         self._recorder.span(SpanName.WAIT, started, time.monotonic(), CONTROLLER, step=step)
         batch = self._manager.take()
@@ -425,9 +440,15 @@ class Loop:
         )
         return batch
 
+    def _patience(self) -> Patience:
+        plan = self._plan
+        return Patience(plan.stall_seconds, plan.request_timeout_seconds, self._tokens_written)
+
     def report(self) -> str:
         """Where the tasks are and, last, what the run waits for: groups with their holders."""
         groups = pending_text(self._pending_groups()) or "  no group"
+        if self._evaluation is not None:
+            groups += f"\n  {self._evaluation.evaluator.progress}"
         tasks = task_stacks(asyncio.all_tasks())
         live = self._manager.live
         return f"version {live} is live; its tasks\n{tasks}\nit waits for\n{groups}"
@@ -448,7 +469,7 @@ class Loop:
         log.error("the run stalled: %s", self.report())
         return StallError(
             f"step {step} has waited {self._plan.stall_seconds:g} s (rollout.stall_seconds) in "
-            f"which no token was written and no group ended; waiting for "
+            f"which no group ended and no token was written for one; waiting for "
             f"{len(self._manager.pending)} groups:\n{pending_text(self._pending_groups())}"
         )
 
@@ -575,8 +596,9 @@ class Loop:
         )
 
     async def _write(self, record: StepRecord, groups: Sequence[RolloutGroup]) -> None:
-        self._unwritten = None
+        self._unwritten = (record, groups)
         await self._recorder.write(record, groups)
+        self._unwritten = None
         if self._snapshots is not None:
             self._snapshots.recorded(record.step)
 
@@ -598,7 +620,9 @@ class Loop:
     ) -> None:
         """Evaluate the live version; the step's record is kept until the result is there."""
         self._evaluation = _Evaluation(
+            evaluator=evaluator,
             task=tasks.create_task(evaluator.run(self._manager.live), name="evaluation"),
+            began=time.monotonic(),
             record=record,
             groups=tuple(groups),
         )
@@ -607,15 +631,18 @@ class Loop:
         """Wait for the running evaluation, if any, and write the record that waited for it.
 
         This pins an evaluation to its version: no commit happens before it is through.
+
+        Raises:
+            StallError: nothing happened for ``stall_seconds``, as in ``_next_batch``.
         """
-        evaluation, self._evaluation = self._evaluation, None
+        evaluation = self._evaluation
         if evaluation is None:
             return
-        begin = time.monotonic()
-        result = await evaluation.task
-        record = evaluation.record
+        result = await self._until_evaluated(evaluation)
+        self._evaluation = None
+        record, began = evaluation.record, evaluation.began
         self._recorder.span(
-            SpanName.EVAL, begin - result.seconds, time.monotonic(), CONTROLLER, step=record.step
+            SpanName.EVAL, began, began + result.seconds, CONTROLLER, step=record.step
         )
         merged = StepRecord(
             step=record.step,
@@ -624,6 +651,24 @@ class Loop:
             metrics={**record.metrics, **result.metrics()},
         )
         await self._write(merged, evaluation.groups)
+
+    async def _until_evaluated(self, evaluation: _Evaluation) -> EvalResult:
+        evaluator, patience = evaluation.evaluator, self._patience()
+        while True:
+            before = evaluator.answered
+            await asyncio.wait([evaluation.task], timeout=self._plan.stall_seconds)
+            if evaluation.task.done():
+                return evaluation.task.result()
+            if evaluator.answered != before:
+                patience.something_happened()
+                continue
+            await self._poll_engines()
+            if patience.is_spent(generating=evaluator.is_generating, tokens=self._tokens_written):
+                log.error("the run stalled: %s", self.report())
+                raise StallError(
+                    f"no row was answered and no token written for {self._plan.stall_seconds:g} s "
+                    f"(rollout.stall_seconds): {evaluator.progress}"
+                )
 
     async def _poll_engines(self) -> None:
         """Collect every generator's spans and counters since the last poll."""

@@ -227,10 +227,12 @@ class Recorder:
         self._updates[step] = update
 
     async def write(self, record: StepRecord, groups: Sequence[RolloutGroup] = ()) -> None:
-        """Write a finished step behind; waits only for the step before it to be on disk."""
+        """Write a finished step behind; waits only for the step before it to be on disk. Canceled
+        meanwhile, nothing of it is counted or written.
+        """
+        await self.flush()
         self.totals.add_step(record)
         self.totals.add_rss(process_tree_peaks().values())
-        await self.flush()
         places = [(g.prompt.group_id, r.sibling) for g in groups for r in g.rollouts]
         advantages = {p: self._advantages.pop(p) for p in places if p in self._advantages}
         update = self._updates.pop(record.step, None)

@@ -39,7 +39,10 @@ from offbeat.launch.codec import encode
 from offbeat.launch.local import LocalScheduler
 from offbeat.launch.protocols import WorkerHandle
 from offbeat.model.check import check_folder
+from offbeat.observe.find import METRICS_FILE
+from offbeat.observe.liveness import Life, life_of
 from offbeat.observe.rollouts import read_rollouts, read_update, recorded_steps, rollouts_path
+from offbeat.observe.sinks import read_metrics
 from offbeat.pipeline.devices import check_device
 from offbeat.pipeline.resume import machine_changes
 from offbeat.pipeline.update_record import UpdateRecord
@@ -125,7 +128,8 @@ def plan_replay(
         run_dir: the run's folder; it may still be running.
         from_step: steps before it need not be repeated, as far as there is a snapshot to start
             from. None is the first.
-        to_step: the last one. None is the newest that was recorded.
+        to_step: the last one. None is the newest that was trained; of a run that goes on, the
+            newest that was recorded.
 
     Raises:
         DataError: a file is missing, cannot be read or is too old; or there are no such steps.
@@ -136,14 +140,15 @@ def plan_replay(
             f"{run_dir}: no rollouts were recorded, so there is nothing to replay; a run records "
             "each step that it trains"
         )
-    first, last = from_step or 1, to_step or steps[-1]
+    first, last = from_step or 1, to_step or _newest(run_dir, steps)
     if to_step is not None and first > last:
         raise DataError(
             f"{run_dir}: --from-step {first} lies behind --to-step {last}: the range is empty"
         )
-    if max(first, last) > steps[-1]:
+    asked = max(from_step or 1, to_step or 1)
+    if asked > steps[-1]:
         raise DataError(
-            f"{run_dir}: step {max(first, last)} was not recorded; recorded are steps {steps[0]} "
+            f"{run_dir}: step {asked} was not recorded; recorded are steps {steps[0]} "
             f"to {steps[-1]}"
         )
     start = _newest_snapshot_before(run_dir, first)
@@ -151,6 +156,15 @@ def plan_replay(
     updates = _recorded(run_dir, range(begin, last + 1))
     _check_one_line(run_dir, updates)
     return ReplayPlan(run_dir=run_dir, start=start, updates=updates, recorded=steps[-1])
+
+
+def _newest(run_dir: Path, recorded: Sequence[int]) -> int:
+    """The last step of a run; its file may be missing."""
+    if life_of(run_dir) is Life.ALIVE:  # files are written behind
+        return recorded[-1]
+    metrics = run_dir / METRICS_FILE
+    trained = [r.step for r in read_metrics(metrics)] if metrics.is_file() else []
+    return max([*trained, recorded[-1]])
 
 
 def _newest_snapshot_before(run_dir: Path, step: int) -> Snapshot | None:

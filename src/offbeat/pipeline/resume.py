@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint import snapshot as snapshots
-from offbeat.checkpoint.folders import CHECKPOINTS, set_aside, step_folders
+from offbeat.checkpoint.folders import CHECKPOINTS, LATEST, set_aside, step_folders
 from offbeat.checkpoint.snapshot import RunState, Snapshot, newest_snapshot, read_snapshot
 from offbeat.config import RunConfig, load, to_mapping, to_yaml
+from offbeat.config.actor import LRSchedule
 from offbeat.errors import CheckpointError, ConfigError, boundary
 from offbeat.observe import liveness
 from offbeat.observe.attempts import supersede
@@ -45,15 +46,24 @@ _FIXED = ("seed", "train_dataset")
 _FREE = ("trial_name", "config_dir", "recover")
 """Keys whose change needs no mention."""
 
+_BESIDE = (
+    *_FREE,
+    *("mode", "megatron"),  # what the mode chooses has keys of its own
+    *("saver", "stats_logger", "gateway", "evaluator", "valid_dataset", "eval_gconfig", "fileroot"),
+)
+"""Keys that no bit of the weights depends on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
     """Where a run goes on: ``snapshot`` is None when it starts, or starts over; ``earlier`` are the
-    step records that still hold.
+    step records that still hold; ``changed`` has a line for each key that is not what it was for
+    them and that weights depend on.
     """
 
     snapshot: Snapshot | None = None
     earlier: tuple[StepRecord, ...] = ()
+    changed: tuple[str, ...] = ()
 
     @property
     def state(self) -> RunState | None:
@@ -77,7 +87,8 @@ def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     there is none, it is complete, or nobody ``asked`` and it was configured otherwise.
 
     Raises:
-        ConfigError: it is still running, and was named or ``asked`` for; otherwise it is none.
+        ConfigError: it is still running, and was named or ``asked`` for, otherwise it is none; or
+            it is complete and can be trained no further.
     """
     experiment = Path(cfg.fileroot) / cfg.experiment_name
     if cfg.trial_name is not None:
@@ -87,6 +98,13 @@ def run_to_continue(cfg: RunConfig, *, asked: bool) -> Path | None:
     newest = max(candidates, key=_age, default=None)
     if newest is None or not is_unfinished(newest, cfg.total_train_steps):
         return None
+    if not is_unfinished(newest) and not step_folders(newest / snapshots.FOLDER):
+        raise ConfigError(
+            f"total_train_steps: the run in {newest} is complete, and no snapshot of it was taken "
+            "from which it could go on (recover.freq_steps, recover.freq_secs take them); "
+            f"choose another trial_name, with model.path={newest / CHECKPOINTS / LATEST} to begin "
+            "with its weights"
+        )
     if cfg.trial_name is None and not asked and not _is_configured_as(newest, cfg):
         log.info("%s is unfinished, but was configured otherwise: a new run begins", newest)
         return None
@@ -103,7 +121,7 @@ def _is_configured_as(run_dir: Path, cfg: RunConfig) -> bool:
         changed = _changes(run_dir, cfg)
     except ConfigError:  # of another version, or torn when it was written
         return False
-    return all(key.startswith(_FREE) for key, _ in changed)
+    return all(_is_one_of(key, _FREE) for key, _ in changed)
 
 
 def _changes(run_dir: Path, cfg: RunConfig) -> list[tuple[str, str]]:
@@ -154,8 +172,9 @@ def nothing_to_continue(cfg: RunConfig) -> ConfigError:
 def is_complete(run_dir: Path) -> ConfigError:
     """Why this run is not continued."""
     return ConfigError(
-        f"trial_name: the run in {run_dir} is complete; to train it further raise "
-        "total_train_steps, to train again choose another trial_name and leave --resume out"
+        f"trial_name: the run in {run_dir} is complete; to train it further, from its newest "
+        "snapshot, raise total_train_steps, to train again choose another trial_name and leave "
+        "--resume out"
     )
 
 
@@ -170,16 +189,21 @@ def named_after(cfg: RunConfig, run_dir: Path) -> RunConfig:
         _require_no_snapshot(run_dir)
         return cfg  # it was stopped before it began, maybe while it wrote its configuration
     changed = _changes(run_dir, cfg)
-    fixed = [line for key, line in changed if key.startswith(_FIXED)]
+    fixed = [line for key, line in changed if _is_one_of(key, _FIXED)]
     if fixed:
         raise ConfigError(
             f"{'; '.join(fixed)}: the run in {run_dir} cannot go on with other prompts than it "
             "began with; leave the change out, or start another run"
         )
     for key, line in changed:
-        if not key.startswith(_FREE):
+        if not _is_one_of(key, _FREE):
             log.warning("the configuration has changed since this run began: %s", line)
     return cfg
+
+
+def _is_one_of(key: str, names: Sequence[str]) -> bool:
+    """Whether ``key`` is one of ``names``, or a key of one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _require_no_snapshot(run_dir: Path) -> None:
@@ -207,26 +231,48 @@ def _differences(
 def rewrite_config(cfg: RunConfig, run_dir: Path, attempt: int) -> None:
     """Let ``config.yaml`` hold ``cfg``; the one before is kept under the number of ``attempt``."""
     path, text = run_dir / CONFIG_FILE, to_yaml(cfg)
+    kept = path.with_name(f"config.attempt-{attempt}.yaml")
     with boundary(CheckpointError, f"write {path}"):
         before = path.read_text(encoding="utf-8")
         if before == text:
             return
-        path.with_name(f"config.attempt-{attempt}.yaml").write_text(before, encoding="utf-8")
+        if not kept.exists():  # else the last resume failed here: this is what it asked for
+            with replacing(kept) as aside:
+                aside.write_text(before, encoding="utf-8")
         with replacing(path) as aside:
             aside.write_text(text, encoding="utf-8")
 
 
-def continue_run(run_dir: Path, ledger: Ledger, snapshot: Path | None = None) -> Continuation:
-    """Begin the next attempt at ``snapshot``, or else at the newest good one, or at the start where
-    there is none.
+def changed_bits(run_dir: Path, cfg: RunConfig) -> tuple[str, ...]:
+    """A line on each key that differs from the run's own configuration and that weights depend on.
+
+    The number of steps is one of them where the learning rate follows it.
+    """
+    optimizer = cfg.actor.optimizer
+    steady = optimizer.lr_scheduler_type is LRSchedule.CONSTANT and not (
+        optimizer.warmup_steps_proportion
+    )
+    beside = (*_BESIDE, "total_train_steps") if steady else _BESIDE
+    return tuple(line for key, line in _changes(run_dir, cfg) if not _is_one_of(key, beside))
+
+
+def snapshot_to_continue(run_dir: Path, named: Path | None) -> Snapshot | None:
+    """``named``, or else the newest good one; None where there is none.
 
     Raises:
-        CheckpointError: ``snapshot`` is damaged; or there are some, and none can be used; or the
-            disk refused.
-        DataError: ``metrics.jsonl`` is damaged in its middle.
+        CheckpointError: ``named`` is damaged; or there are some, and none can be used.
     """
     there = run_dir / snapshots.FOLDER
-    found = newest_snapshot(there) if snapshot is None else read_snapshot(there / snapshot.name)
+    return newest_snapshot(there) if named is None else read_snapshot(there / named.resolve().name)
+
+
+def continue_run(run_dir: Path, ledger: Ledger, found: Snapshot | None) -> Continuation:
+    """Begin the next attempt at ``found``, or at the start where there is none.
+
+    Raises:
+        CheckpointError: the disk refused.
+        DataError: ``metrics.jsonl`` is damaged in its middle.
+    """
     ended, step = ledger.attempt, BEFORE_THE_FIRST_STEP
     open_groups: tuple[GroupId, ...] = ()
     next_group = GroupId(0)
@@ -234,9 +280,11 @@ def continue_run(run_dir: Path, ledger: Ledger, snapshot: Path | None = None) ->
         run = found.state.run
         step, open_groups, next_group = run.step, run.open_groups, run.next_group_id
     with boundary(CheckpointError, f"set aside what {run_dir} holds of later steps"):
-        earlier = supersede(run_dir, after_step=step, attempt=ended)
-        for folder in (CHECKPOINTS, snapshots.FOLDER):
+        # Later snapshots first: should this be interrupted, the next attempt must not go on from
+        # one whose steps are set aside.
+        for folder in (snapshots.FOLDER, CHECKPOINTS):
             set_aside(run_dir / folder, after_step=step, attempt=ended)
+        earlier = supersede(run_dir, after_step=step, attempt=ended)
     attempt = ledger.begin_attempt(open_groups=open_groups, next_group_id=next_group)
     if found is None:
         log.warning("%s has no snapshot: the run starts over, as attempt %d", run_dir, attempt)

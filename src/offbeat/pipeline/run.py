@@ -69,6 +69,7 @@ from offbeat.pipeline.preflight import Inputs, open_reward, open_workflow, prepa
 from offbeat.pipeline.recorder import Recorder
 from offbeat.pipeline.resume import (
     Continuation,
+    changed_bits,
     continue_run,
     is_complete,
     is_unfinished,
@@ -78,6 +79,7 @@ from offbeat.pipeline.resume import (
     rewrite_config,
     run_of_snapshot,
     run_to_continue,
+    snapshot_to_continue,
 )
 from offbeat.pipeline.run_folder import free_run_dir, named_by_clock
 from offbeat.pipeline.save_policy import ModelSaves, SavePolicy, SnapshotSaves
@@ -254,8 +256,11 @@ class PPOTrainer:
         if self._snapshot is None and not is_unfinished(self.run_dir, self.inputs.steps):
             raise is_complete(self.run_dir)  # by another process, while this one prepared
         (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
+        found = snapshot_to_continue(self.run_dir, self._snapshot)
+        changed = () if found is None else changed_bits(self.run_dir, self.cfg)
         rewrite_config(self.cfg, self.run_dir, ledger.attempt)
-        return continue_run(self.run_dir, ledger, self._snapshot)
+        begun = continue_run(self.run_dir, ledger, found)
+        return dataclasses.replace(begun, changed=changed)
 
     def _take_another_name(self) -> None:
         taken, self.cfg = self.run_dir, named_by_clock(self.cfg)
@@ -306,9 +311,14 @@ class PPOTrainer:
                 scheduler, [trainer_worker(of_trainer, threads), *specs]
             )
             remote = RemoteTrainer(trainer, update_timeout=UPDATE_TIMEOUT_SECONDS)
+            # From here on somebody sees the death of each process; first those of the trainer.
+            patience = self.cfg.rollout.stall_seconds
+            await stack.enter_async_context(while_alive([trainer], heartbeat_seconds=patience))
             updates = await UpdateRecorder.begin(of_trainer, remote)
             if begun.snapshot is not None:
                 _compare_machines(recorder, begun.snapshot, updates.environment)
+            if begun.changed:
+                recorder.broken(Breach.CONFIG, f"it was resumed with {'; '.join(begun.changed)}")
             weights_gate = asyncio.Lock()
             generators = [
                 await stack.enter_async_context(
@@ -316,6 +326,7 @@ class PPOTrainer:
                 )
                 for worker, spec in zip(workers, specs, strict=True)
             ]
+            await stack.enter_async_context(while_healing(generators))
             replicas = {g.name: g for g in generators}
             infos = [await g.info() for g in generators]
             _report_engine(infos[0])
@@ -340,14 +351,11 @@ class PPOTrainer:
                 updates,
                 begun.state,
             )
-            patience = self.cfg.rollout.stall_seconds
-            watched = while_alive([trainer], heartbeat_seconds=patience)
-            async with watched, while_healing(generators):
-                with _on_signal(
-                    signal.SIGUSR1,
-                    lambda: log.warning("SIGUSR1 asks what this run does: %s", loop.report()),
-                ):
-                    await loop.run()
+            with _on_signal(
+                signal.SIGUSR1,
+                lambda: log.warning("SIGUSR1 asks what this run does: %s", loop.report()),
+            ):
+                await loop.run()
 
     def _healing(
         self,
@@ -380,7 +388,13 @@ class PPOTrainer:
         """Answer questions at ``door`` with the live weights."""
         c, name = self.cfg.gateway, self.cfg.experiment_name
         gateway = Gateway(
-            Answers(router, codec=self.inputs.codec, max_len=self.inputs.max_len),
+            Answers(
+                router,
+                codec=self.inputs.codec,
+                max_len=self.inputs.max_len,
+                # The run's own requests never wait for a line of strangers.
+                at_once=max(1, self.cfg.generator.slots // 2),
+            ),
             name=name,
             token=resolve_token(c.host, c.token, key="gateway."),
             version=lambda: router.version,
@@ -433,7 +447,7 @@ class PPOTrainer:
     async def _snapshots(self, recorder: Recorder) -> AsyncIterator[SnapshotSaves]:
         """At the end of a run the snapshot in flight is waited for."""
         c, directory = self.cfg.recover, self.run_dir / snapshot.FOLDER
-        names = (LEDGER_FILE, f"{LEDGER_FILE}-wal", METRICS_FILE)
+        names = (CONFIG_FILE, LEDGER_FILE, f"{LEDGER_FILE}-wal", METRICS_FILE)
         needs = [self.run_dir / name for name in names]
         policy = SavePolicy("recover", c.on_error, directory, recorder.snapshot_failed)
         async with Snapshots(directory, needs=needs, keep=c.keep) as snapshots:
@@ -465,6 +479,7 @@ class PPOTrainer:
             max_failure_rate=cfg.rollout.max_failure_rate,
             max_consecutive_failures=cfg.rollout.max_consecutive_failures,
             stall_seconds=cfg.rollout.stall_seconds,
+            request_timeout_seconds=cfg.rollout.request_timeout_seconds,
             signal=_signal_rules(cfg.actor),
             policy=Policy(cfg.rollout.policy.value),
             adaptive_lookahead=cfg.rollout.lookahead is Lookahead.ADAPTIVE,
@@ -507,7 +522,7 @@ class PPOTrainer:
             stream=self.inputs.validation,
             codec=self.inputs.codec,
             plan=self.inputs.eval_sampling,
-            concurrency=self.cfg.max_concurrent_rollouts,
+            concurrency=self.cfg.concurrent_prompts(self.inputs.eval_sampling.n_samples),
         )
 
     def _schedule(

@@ -1,6 +1,6 @@
-"""What a run is waiting for, for a person: pending groups, who has each, and where every task is.
+"""What a run is waiting for, and for how long: pending groups, who has each, where every task is.
 
-Owns the wording; the loop knows the groups.
+Owns the wording and the judgment of silence; the loop knows the groups. Pure but for the stacks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,37 @@ from types import FrameType
 
 MOST_GROUPS = 8
 MOST_FRAMES = 4
+
+
+class Patience:
+    """Judges silence: a wait in which nothing has happened for ``stall_seconds``, once or again.
+
+    Requests have a deadline of their own, ``request_seconds``, after which their generator is
+    replaced: as long as some are open and that has not passed, the wait goes on.
+    """
+
+    def __init__(self, stall_seconds: float, request_seconds: float, tokens: int) -> None:
+        self._stall = stall_seconds
+        self._limit = max(stall_seconds, request_seconds)
+        self._tokens = tokens
+        self._silent = 0.0
+
+    def something_happened(self) -> None:
+        """An answer came, or a group ended."""
+        self._silent = 0.0
+
+    def is_spent(self, *, generating: bool, tokens: int) -> bool:
+        """Whether to give up after another ``stall_seconds`` without an event.
+
+        Args:
+            generating: whether what is waited for has requests without an answer.
+            tokens: written by all generators so far; they count while it has some.
+        """
+        wrote, self._tokens = tokens != self._tokens, tokens
+        if not generating:
+            return True
+        self._silent = 0.0 if wrote else self._silent + self._stall
+        return self._silent >= self._limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

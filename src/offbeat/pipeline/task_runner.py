@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import logging
@@ -78,7 +79,10 @@ class TaskFuture(Generic[T]):
         task, loop = self._task, self._loop
         if self._inner.done() or task is None or loop is None:
             return False
-        loop.call_soon_threadsafe(task.cancel)
+        try:
+            loop.call_soon_threadsafe(task.cancel)
+        except RuntimeError:  # the loop has ended since, and the task with it
+            return False
         return True
 
     def result(self, timeout: float | None = None) -> T:
@@ -331,7 +335,8 @@ class AsyncTaskRunner:
         if loop is _running_loop():
             self._start_tasks()
         else:
-            loop.call_soon_threadsafe(self._start_tasks)
+            with contextlib.suppress(RuntimeError):  # it has ended since, with an empty queue
+                loop.call_soon_threadsafe(self._start_tasks)
 
     def _startable(self) -> bool:
         return bool(self._waiting) and not self._paused and len(self._running) < self._limit

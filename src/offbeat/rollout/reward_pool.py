@@ -268,7 +268,7 @@ class RewardPool:
         self._unreaped = {process for process in self._unreaped if not process.reaped}
         if place.process is not None:
             self.counters.restarts += 1
-            self._watch.reward_worker_replaced(place.process.ended_by)
+            self._watch.reward_worker_replaced(place.process.ended_by or "it closed its socket")
         with boundary(WorkerError, "starting a reward process"):
             process = await RewardProcess.spawn(self._load, self._log_path)
         place.process = process

@@ -11,7 +11,7 @@ import pytest
 from offbeat.errors import DataError
 from offbeat.observe.ledger import EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import LimitedBy, RunSetup
-from offbeat.observe.metrics import StepRecord
+from offbeat.observe.metrics import StepRecord, seconds_of
 from offbeat.observe.spans import SpanName
 from offbeat.observe.summary import RunStatus, RunTotals, Summary, read_summary
 from offbeat.types import DropReason, GeneratorStats, PolicyVersion
@@ -271,3 +271,9 @@ def test_file_that_is_no_summary_is_named(tmp_path: Path, content: bytes) -> Non
 def test_missing_summary_says_what_that_means(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has not ended, or was killed"):
         read_summary(tmp_path / "summary.json")
+
+
+def test_step_0_which_runs_while_the_first_step_does_adds_no_time() -> None:
+    steps = [StepRecord(step=i, version=i, seconds=4.0) for i in range(3)]
+    assert seconds_of(steps) == 8.0
+    assert summary_of(RunTotals(100.0, steps), 110.0).seconds.total == 18.0

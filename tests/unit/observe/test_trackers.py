@@ -30,6 +30,7 @@ from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.observe.summary import RunStatus
 from offbeat.observe.trackers.kinds import TRACKERS, check_installed
 from offbeat.observe.trackers.process import TrackerProcess
+from offbeat.observe.trackers.tensorboard import TensorBoardTracker
 
 SCRIPT = """
 import json, math, sys
@@ -136,6 +137,17 @@ def test_tensorboard_has_every_step_the_configuration_and_the_end(completed: Rec
         hyperparameters(found, metadata.SESSION_END_INFO_TAG)
     )
     assert end.status == api_pb2.STATUS_SUCCESS
+
+
+def test_tensorboard_shows_of_a_resumed_run_the_steps_that_hold(tmp_path: Path) -> None:
+    cfg = configured(tmp_path / "run", tensorboard={})
+    for attempt, steps in enumerate((range(1, 6), range(3, 7))):
+        tracker = TensorBoardTracker(cfg, cfg.stats_logger.tensorboard, tmp_path / "run")
+        for step in steps:
+            tracker.write(step, {"reward/mean": float(attempt)})
+        tracker.finish("completed", None)
+    shown = [(s.step, s.value) for s in events(tmp_path / "run").Scalars("reward/mean")]
+    assert shown == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 1.0)]
 
 
 def test_tensorboard_says_why_a_run_failed(failed: Recorded) -> None:

@@ -425,3 +425,13 @@ def test_full_disk_raises_with_the_path_and_loses_no_acknowledged_change(tmp_pat
     assert str(tmp_path / "run.db") in message
     assert "Free space" in message
     assert cancelled == "1"
+
+
+def test_half_a_surrogate_pair_in_a_reason_is_written_as_an_escape(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    admit(ledger, 0)
+    ledger.dropped(GroupId(0), DropReason.FAILED, "bad row \ud83d")
+    ledger.event(EventKind.LOST_REPLY, "gone \ud83d")
+    (row,) = read_groups(tmp_path / "run.db")
+    assert row.detail == "bad row \\ud83d"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -588,3 +589,42 @@ async def test_every_reward_call_has_a_span_of_its_group(open_rig: OpenRig) -> N
     assert all(
         s.start <= s.end and s.end >= generated[s.group_id] for s in rig.spans(SpanName.REWARD)
     )
+
+
+async def test_the_span_of_an_evaluation_is_when_it_ran_and_not_when_it_was_asked_for(
+    open_rig: OpenRig,
+) -> None:
+    rig = await open_rig(steps=1, valid=["1+1="], eval_at_start=True)
+    rig.trainer.hold = {1: asyncio.Event()}
+    run = asyncio.create_task(rig.run())
+    async with asyncio.timeout(5):
+        await rig.trainer.until_entered(1)
+        await asyncio.sleep(0.2)
+        rig.trainer.hold[1].set()
+        await run
+    (evaluation,), (train,) = rig.spans(SpanName.EVAL), rig.spans(SpanName.TRAIN)
+    assert evaluation.end < train.end - 0.15
+
+
+@pytest.mark.invariant("I02")
+async def test_a_step_is_written_though_the_run_is_ended_while_the_disk_is_slow(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await open_rig(steps=3)
+    go_on, write = threading.Event(), rig.recorder._write
+
+    def slow(*args: Any) -> None:
+        go_on.wait(5)
+        write(*args)
+
+    monkeypatch.setattr(rig.recorder, "_write", slow)
+    run = asyncio.create_task(rig.run())
+    async with asyncio.timeout(5):
+        await rig.generator.until(lambda: rig.generator.version == 2)
+        await asyncio.sleep(0.05)  # step 2 waits for step 1 to be on disk
+        run.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert [r.step for r in rig.records()] == [1, 2]
+    assert recorded_steps(rig.run_dir) == (1, 2)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import pytest
 
-from offbeat.errors import RolloutError
+from offbeat.errors import GenerationError, RolloutError, StallError
 from offbeat.observe.ledger import read_events
 from offbeat.observe.summary import RunStatus
 from offbeat.pipeline.staleness import Policy
-from offbeat.types import Completion, Scored
+from offbeat.protocols import EpisodeEngine
+from offbeat.types import Completion, GeneratorStats, Prompt, Rollout, Scored
 
 OpenRig: TypeAlias = Callable[..., Awaitable[Any]]
 
@@ -144,3 +147,69 @@ async def test_adaptive_lookahead_keeps_the_data_younger_than_the_bound_allows(
         lags[adaptive] = [r.metrics["lag/group_mean"] for r in rig.records()]
         assert max(r.metrics["lag/group_max"] for r in rig.records()) <= 4
     assert sum(lags[True]) < sum(lags[False])
+
+
+@pytest.mark.invariant("I02")
+async def test_filtered_groups_count_as_complete_where_failures_are_judged(
+    open_rig: OpenRig, one_turn: type
+) -> None:
+    rig = await open_rig(
+        steps=2,
+        g=2,
+        workflow=one_turn(lambda c: Scored(value=0.0)),
+        dynamic_sampling=True,
+        max_failure_rate=0.3,
+        max_consecutive_failures=4,
+        max_groups_without_signal=150,
+    )
+    # One group in ten fails; the others are complete and teach nothing.
+    rig.generator.fail = lambda r: GenerationError("no luck") if r.group_id % 10 == 0 else None
+    with pytest.raises(RolloutError, match="the last 150 groups gave nothing"):
+        await rig.run()
+    assert rig.fates()["failed"] >= 15
+
+
+class Hangs:
+    """Waits for its tool for ever once its answer is there."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: Prompt) -> Sequence[Rollout]:
+        await engine.agenerate(data.token_ids.tolist(), sibling=0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.invariant("I12")
+async def test_a_workflow_that_hangs_is_seen_though_the_generator_writes_for_others(
+    open_rig: OpenRig,
+) -> None:
+    rig = await open_rig(workflow=Hangs(), stall_seconds=0.05)
+    polls = itertools.count(1)
+    before = rig.generator.stats
+
+    async def busy() -> GeneratorStats:
+        return dataclasses.replace(await before(), decode_tokens=next(polls))
+
+    rig.generator.stats = busy  # type: ignore[method-assign]  # others are answered all the time
+    with pytest.raises(StallError, match=r"waiting for 2 groups(.|\n)*in its rewards or its work"):
+        await rig.run()
+
+
+@pytest.mark.invariant("I12")
+async def test_an_evaluation_that_hangs_ends_the_run_and_says_how_far_it_was(
+    open_rig: OpenRig, one_turn: type
+) -> None:
+    rig = await open_rig(valid=["1+1=", "2+2=", "3+3="], eval_at_start=True, stall_seconds=0.1)
+    evaluator = rig.loop._evaluator
+    assert evaluator is not None
+    scored = evaluator._workflow
+
+    class HangsAtTheLast:
+        async def arun_episode(self, engine: EpisodeEngine, data: Prompt) -> Sequence[Rollout]:
+            if data.row == 2:
+                await asyncio.Event().wait()
+            return await scored.arun_episode(engine, data)
+
+    evaluator._workflow = HangsAtTheLast()
+    with pytest.raises(StallError, match="the evaluation: 2 of 3 rows are through"):
+        await rig.run()
+    assert "2 of 3 rows" in rig.loop.report()

@@ -10,7 +10,10 @@ import pytest
 
 from offbeat.config import ActorConfig
 from offbeat.errors import DataError
+from offbeat.observe import liveness
+from offbeat.observe.metrics import StepRecord
 from offbeat.observe.rollouts import RolloutLog, rollouts_path
+from offbeat.observe.sinks import JsonlSink
 from offbeat.pipeline.replay import plan_replay
 from offbeat.pipeline.update_record import UpdateRecord
 from offbeat.train.client import TrainerSpec
@@ -125,3 +128,17 @@ def test_missing_first_step_leaves_nothing_before_it_to_offer(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"step-000001\.parquet is missing") as caught:
         plan_replay(run)
     assert "--to-step" not in str(caught.value)
+
+
+def test_steps_that_were_trained_and_not_recorded_are_missed_once_the_run_has_ended(
+    tmp_path: Path,
+) -> None:
+    run = recorded_run(tmp_path, 2)
+    sink = JsonlSink(run / "metrics.jsonl")
+    for step in range(4):
+        sink.write(step, StepRecord(step=step, version=step, seconds=1.0).flat())
+    with liveness.held(run):
+        assert planned(run) == [1, 2]
+    with pytest.raises(DataError, match=r"step-000003\.parquet is missing.*--to-step 2"):
+        plan_replay(run)
+    assert planned(run, to_step=2) == [1, 2]

@@ -25,8 +25,11 @@ from offbeat.observe.ledger import LedgerTotals, read_groups
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.sinks import JsonlSink, read_metrics
 from offbeat.observe.summary import RunStatus, RunTotals
+from offbeat.pipeline import resume
 from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.resume import (
+    Continuation,
+    changed_bits,
     continue_run,
     is_unfinished,
     machine_changes,
@@ -34,6 +37,7 @@ from offbeat.pipeline.resume import (
     rewrite_config,
     run_of_snapshot,
     run_to_continue,
+    snapshot_to_continue,
 )
 from offbeat.types import (
     DropReason,
@@ -114,7 +118,11 @@ def test_run_of_the_name_is_continued_while_it_is_not_complete(
     ended(run_dir, RunStatus.COMPLETED, 5)
     assert run_to_continue(cfg, asked=True) is None
     assert not is_unfinished(run_dir)
-    assert run_to_continue(configure("mine", total_train_steps=8), asked=True) == run_dir
+    longer = configure("mine", total_train_steps=8)
+    with pytest.raises(ConfigError, match="mine is complete, and no snapshot of it was taken"):
+        run_to_continue(longer, asked=True)
+    (run_dir / "snapshots" / "step-000005").mkdir(parents=True)
+    assert run_to_continue(longer, asked=True) == run_dir
 
 
 def test_without_a_name_the_newest_run_of_the_experiment_is_meant_and_no_older_one(
@@ -207,6 +215,45 @@ def test_other_prompts_are_refused_and_other_changes_are_said(
     assert load(run_dir / "config.attempt-1.yaml").gconfig.n_samples != 6
 
 
+def test_a_configuration_that_was_trained_with_is_kept_though_resumes_fail(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run_dir = begun(configure("mine", gconfig={"n_samples": 4}))
+    for n in (5, 6):
+        rewrite_config(configure("mine", gconfig={"n_samples": n}), run_dir, attempt=1)
+    assert load(run_dir / "config.yaml").gconfig.n_samples == 6
+    assert load(run_dir / "config.attempt-1.yaml").gconfig.n_samples == 4
+
+
+@pytest.mark.invariant("I03")
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"actor": {"optimizer": {"lr": 0.5}}}, ["actor.optimizer.lr"]),
+        (
+            {"mode": "async"},
+            [
+                *("actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"),
+                *("actor.prox_logp_method", "actor.use_decoupled_loss", "rollout.max_staleness"),
+            ],
+        ),
+        ({"model": {"path": "model", "dtype": "bfloat16"}}, ["model.dtype"]),
+        ({"saver": {"freq_steps": 1}, "recover": {"freq_steps": 3}}, []),
+        ({"total_train_steps": 9}, []),
+        (
+            {"total_train_steps": 9, "actor": {"optimizer": {"lr_scheduler_type": "cosine"}}},
+            ["actor.optimizer.lr_scheduler_type", "total_train_steps"],
+        ),
+    ],
+)
+def test_keys_that_weights_depend_on_are_told_from_others(
+    configure: Callable[..., RunConfig], changes: dict[str, object], named: list[str]
+) -> None:
+    run_dir = begun(configure("mine"))
+    lines = changed_bits(run_dir, configure("mine", **changes))
+    assert [line.partition(":")[0] for line in lines] == named
+
+
 def test_run_that_was_stopped_while_it_wrote_its_configuration_can_be_continued(
     configure: Callable[..., RunConfig],
 ) -> None:
@@ -219,6 +266,10 @@ def test_run_that_was_stopped_while_it_wrote_its_configuration_can_be_continued(
 
 
 # --- from where
+
+
+def go_on(run_dir: Path, ledger: Ledger, named: Path | None = None) -> Continuation:
+    return continue_run(run_dir, ledger, snapshot_to_continue(run_dir, named))
 
 
 def stopped_run(run_dir: Path) -> None:
@@ -270,7 +321,7 @@ async def test_what_came_after_the_snapshot_is_set_aside_and_its_open_groups_are
     stopped_run(tmp_path)
     await snapshot_of(tmp_path, run_state(2, 7, 5, 6))
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
-        found = continue_run(tmp_path, ledger)
+        found = go_on(tmp_path, ledger)
         assert ledger.attempt == 2
         totals = ledger.totals()
     assert (totals.admitted, totals.trained, totals.open) == (5, 4, 0)
@@ -284,7 +335,7 @@ async def test_what_came_after_the_snapshot_is_set_aside_and_its_open_groups_are
     assert left == ["step-000002", "step-000003.attempt-1"]
     # Killed again before anything new: the same once more.
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
-        again = continue_run(tmp_path, ledger)
+        again = go_on(tmp_path, ledger)
         assert (ledger.attempt, ledger.totals()) == (3, totals)
     assert again == found
 
@@ -297,11 +348,42 @@ async def test_an_older_snapshot_that_is_named_is_used_and_the_newer_one_set_asi
     await snapshot_of(tmp_path, run_state(3, 9, 7, 8))
     older = tmp_path / "snapshots" / "step-000002"
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
-        found = continue_run(tmp_path, ledger, older)
+        found = go_on(tmp_path, ledger, older)
     assert found.state is not None
     assert found.state.step == 2
     assert [path.name for path in step_folders(tmp_path / "snapshots")] == [older.name]
     assert (tmp_path / "snapshots" / "step-000003.attempt-1").is_dir()
+
+
+@pytest.mark.invariant("I04")
+async def test_a_resume_from_an_older_snapshot_that_is_interrupted_is_finished_by_the_next(
+    tmp_path: Path,
+    snapshot_of: Callable[[Path, RunState], Awaitable[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped_run(tmp_path)
+    await snapshot_of(tmp_path, run_state(2, 7, 5, 6))
+    await snapshot_of(tmp_path, run_state(3, 9, 7, 8))
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        with monkeypatch.context() as patch:
+            patch.setattr(resume, "supersede", full_disk)
+            with pytest.raises(CheckpointError, match="No space left"):
+                go_on(tmp_path, ledger, tmp_path / "snapshots" / "step-000002")
+        found = go_on(tmp_path, ledger)
+    assert found.state is not None
+    assert found.state.step == 2
+    assert [record.step for record in found.earlier] == [0, 1, 2]
+
+
+def test_a_snapshot_may_be_named_from_within(tmp_path: Path) -> None:
+    link = tmp_path / "mine"
+    link.symlink_to(tmp_path / "snapshots" / "step-000002")
+    with pytest.raises(CheckpointError, match=r"snapshots/step-000002/manifest\.json is missing"):
+        snapshot_to_continue(tmp_path, link)
 
 
 async def test_newer_snapshots_that_were_refused_are_never_used_by_a_later_attempt(
@@ -314,7 +396,7 @@ async def test_newer_snapshots_that_were_refused_are_never_used_by_a_later_attem
     text = state.read_text()
     state.write_text("{}")
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
-        continue_run(tmp_path, ledger)
+        go_on(tmp_path, ledger)
     (tmp_path / "snapshots" / "step-000003.attempt-1" / "state.json").write_text(text)
     found = newest_snapshot(tmp_path / "snapshots")
     assert found is not None
@@ -326,7 +408,7 @@ def test_without_a_snapshot_everything_is_set_aside_and_the_run_starts_over(
 ) -> None:
     stopped_run(tmp_path)
     with closing(Ledger.open(tmp_path / "run.db")) as ledger, caplog.at_level(logging.WARNING):
-        found = continue_run(tmp_path, ledger)
+        found = go_on(tmp_path, ledger)
         assert ledger.totals().admitted == 0
     assert (found.snapshot, found.state, found.earlier) == (None, None, ())
     assert "the run starts over, as attempt 2" in caplog.text
@@ -378,6 +460,25 @@ async def test_model_folder_that_was_under_way_when_the_run_stopped_is_saved_aga
         await rig.run()
     assert [folder.name for folder in step_folders(there)] == ["step-000002"]
     assert is_good(step_folders(there)[0])
+
+
+@pytest.mark.parametrize("steps", [2, 1])
+async def test_run_that_is_resumed_behind_its_last_step_saves_its_model_and_says_so(
+    open_rig: Callable[..., Awaitable[Any]],
+    tmp_path: Path,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    steps: int,
+) -> None:
+    there = tmp_path / "checkpoints"
+    opening = Saver.open(mode=AsyncMode.SYNC, checkpoints_dir=there, template_dir=model_folder)
+    async with await opening as saver:
+        rig = await open_rig(steps=steps, saver=saver, save_at_end=True, start=run_state(2, 4))
+        rig.trainer.version = PolicyVersion(2)
+        rig.generator.version = PolicyVersion(1)
+        await rig.run()
+    assert [folder.name for folder in step_folders(there)] == ["step-000002"]
+    assert f"nothing is left to train: the snapshot is of step 2, and {steps} steps" in caplog.text
 
 
 async def test_snapshot_waits_for_the_model_folder_of_an_earlier_step(
@@ -443,7 +544,7 @@ async def test_groups_of_the_surviving_line_add_up_over_a_failure(
     with pytest.raises(TrainingError):
         await rig.run()
     await rig.snapshots.ready()
-    begun = continue_run(rig.run_dir, rig.ledger)
+    begun = go_on(rig.run_dir, rig.ledger)
     assert begun.state is not None
     assert begun.state.step == 4
     resumed = await open_rig(**options, start=begun.state, again=rig)

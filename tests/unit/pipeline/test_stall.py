@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from offbeat.pipeline.stall import MOST_GROUPS, PendingGroup, pending_text, task_stacks
+from offbeat.pipeline.stall import MOST_GROUPS, Patience, PendingGroup, pending_text, task_stacks
 
 
 def pending(group_id: int, *requests: str) -> PendingGroup:
@@ -50,3 +50,24 @@ async def test_tasks_that_wait_at_the_same_place_are_one_line_with_their_number(
             task.cancel()
     (line,) = [line for line in text.splitlines() if ".sibling (" in line]
     assert line.startswith("  3 tasks such as sibling-1: ")
+
+
+def test_patience_waits_for_requests_until_their_own_deadline() -> None:
+    patience = Patience(10.0, 25.0, tokens=5)
+    assert not patience.is_spent(generating=True, tokens=5)
+    assert not patience.is_spent(generating=True, tokens=5)
+    assert patience.is_spent(generating=True, tokens=5)
+
+
+def test_tokens_and_events_give_new_patience() -> None:
+    patience = Patience(10.0, 0.0, tokens=5)
+    assert not patience.is_spent(generating=True, tokens=6)
+    assert patience.is_spent(generating=True, tokens=6)
+    patience = Patience(10.0, 15.0, tokens=5)
+    assert not patience.is_spent(generating=True, tokens=5)
+    patience.something_happened()
+    assert not patience.is_spent(generating=True, tokens=5)
+
+
+def test_tokens_of_others_are_no_progress_where_nothing_is_generated() -> None:
+    assert Patience(10.0, 60.0, tokens=5).is_spent(generating=False, tokens=500)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import (
@@ -36,12 +36,17 @@ class TensorBoardTracker:
         if section.path is not None:
             folder = Path(section.path) / cfg.experiment_name / run_dir.name
         self._writer = EventFileWriter(str(folder))
+        self._begun = False
         self._add(_text("config", f"```yaml\n{to_yaml(cfg)}\n```"))
         self._add(_session_start(run_dir.name, flat(cfg)))
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """See ``Tracker``. What an earlier attempt wrote from here on is not shown any more."""
+        if not self._begun:
+            self._begun = True
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(Summary(value=scalars), step)
         self._writer.flush()
