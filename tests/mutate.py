@@ -62,7 +62,7 @@ pipeline/staleness.py deque(start.open_groups) => deque(())
 I04 unit/pipeline/test_snapshots.py: a snapshot is written before the record of its step
 pipeline/snapshots.py await taken.recorded.wait() => pass
 I04 unit/pipeline/test_resume.py: groups are admitted before the restored version is committed
-pipeline/loop.py await self._generator.commit(update.version)\n        if => pass\n        if
+pipeline/loop.py await self._generator.commit(update.version)\n        th => pass\n        th
 I04 unit/pipeline/test_ledger.py: groups that a snapshot does not know keep their old fate
 pipeline/ledger.py WHERE group_id >= ? AND => WHERE group_id < 0 * ? AND
 I05 unit/rollout/test_recorded_samples.py: which weights wrote a token is not read back

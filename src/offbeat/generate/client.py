@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NoReturn, Self
@@ -18,6 +18,7 @@ from offbeat.errors import (
     OffbeatError,
     StallError,
     WorkerError,
+    boundary,
 )
 from offbeat.launch.calls import Fault
 from offbeat.launch.codec import encode
@@ -126,7 +127,10 @@ class RemoteGenerator:
         self._carry_timeout = min(control_timeout, request_timeout / 2)
         self._poll_seconds = self._carry_timeout * (POLL_SECONDS / CONTROL_SECONDS)
         self._on_lost_reply = on_lost_reply
-        self._pumps: list[asyncio.Task[NoReturn]] = []
+        self._tasks = asyncio.TaskGroup()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._broken = asyncio.Event()
+        self._error: OffbeatError = WorkerError(f"{self.name}: not broken")
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         """Requests that have a caller and no answer from the worker."""
         self._listeners: dict[asyncio.Future[Completion], Callable[[Progress], None]] = {}
@@ -140,33 +144,37 @@ class RemoteGenerator:
         self._to_collect = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._pumps = [asyncio.create_task(p) for p in (self._send(), self._collect())]
-        for pump in self._pumps:
-            pump.add_done_callback(self._pump_ended)
+        await self._tasks.__aenter__()
+        pumps = (self._send, self._collect)
+        self._pumps = [self._tasks.create_task(self._pump(pump)) for pump in pumps]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        pumps, self._pumps = self._pumps, []
-        for pump in pumps:
+        for pump in self._pumps:
             pump.cancel()
+        self._pumps = []
         self._fail(self._waiting.values(), WorkerError(f"{self.name}: closed before it answered"))
-        await asyncio.wait(pumps)
+        # Not told of ``exc``: it would wrap the run's error in a group.
+        await self._tasks.__aexit__(None, None, None)
 
-    def _pump_ended(self, pump: asyncio.Task[NoReturn]) -> None:
-        """Whoever waits for answers must not wait for ever."""
-        if not pump.cancelled() and (error := pump.exception()) is not None:
-            why = (
-                error if isinstance(error, OffbeatError) else WorkerError(f"{self.name}: {error!r}")
-            )
-            self._fail(self._waiting.values(), why)
+    async def _pump(self, calls: Callable[[], Coroutine[None, None, NoReturn]]) -> None:
+        """Make the calls. Their errors are answers; what ends this, a callback has raised: nobody
+        must wait for answers any more.
+        """
+        try:
+            with boundary(WorkerError, f"{self.name}: calls of it"):
+                await calls()
+        except OffbeatError as exc:
+            self._error = exc
+            self._broken.set()
+            self._fail(self._waiting.values(), exc)
 
     async def until_broken(self) -> NoReturn:
-        """Wait until no call can be made any more, and raise why: what a callback raised."""
-        done, _ = await asyncio.wait(self._pumps, return_when=asyncio.FIRST_COMPLETED)
-        await next(iter(done))
-        raise AssertionError("a pump ends by its error only")
+        """Wait until no call can be made any more, and raise why."""
+        await self._broken.wait()
+        raise self._error
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ``Generator``. Cancelling the call frees the request's slot."""
@@ -182,7 +190,7 @@ class RemoteGenerator:
         self, request: GenerateRequest, wrote: Callable[[Progress], None] | None
     ) -> Completion:
         name = request.request_id
-        if not self._pumps or any(pump.done() for pump in self._pumps):
+        if not self._pumps or self._broken.is_set():
             raise WorkerError(f"{self.name}: not open for request {name}")
         if name in self._waiting:
             raise GenerationError(f"{self.name}: request {name} is already running")

@@ -48,8 +48,16 @@ _FREE = ("trial_name", "config_dir", "recover")
 
 _BESIDE = (
     *_FREE,
-    *("mode", "megatron"),  # what the mode chooses has keys of its own
-    *("saver", "stats_logger", "gateway", "evaluator", "valid_dataset", "eval_gconfig", "fileroot"),
+    *(
+        "megatron",
+        "saver",
+        "stats_logger",
+        "gateway",
+        "evaluator",
+        "valid_dataset",
+        "eval_gconfig",
+        "fileroot",
+    ),
 )
 """Keys that no bit of the weights depends on."""
 

@@ -234,7 +234,8 @@ def test_a_configuration_that_was_trained_with_is_kept_though_resumes_fail(
             {"mode": "async"},
             [
                 *("actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"),
-                *("actor.prox_logp_method", "actor.use_decoupled_loss", "rollout.max_staleness"),
+                *("actor.prox_logp_method", "actor.use_decoupled_loss"),
+                *("mode", "rollout.max_staleness"),
             ],
         ),
         ({"model": {"path": "model", "dtype": "bfloat16"}}, ["model.dtype"]),
