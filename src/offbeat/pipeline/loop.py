@@ -20,10 +20,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.checkpoint.saver import SaveSchedule
 from offbeat.checkpoint.snapshot import RunState
 from offbeat.data.stream import PromptStream
 from offbeat.data.tokens import TextCodec
@@ -33,6 +32,7 @@ from offbeat.launch.codec import encode
 from offbeat.observe.ledger import Breach
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.spans import SpanName
+from offbeat.pipeline.cadence import Cadence
 from offbeat.pipeline.episodes import (
     CHOSEN,
     Dropped,
@@ -41,9 +41,10 @@ from offbeat.pipeline.episodes import (
     SamplingPlan,
     run_episode,
 )
-from offbeat.pipeline.evaluate import EvalResult, Evaluator
+from offbeat.pipeline.evaluate import Evaluator
 from offbeat.pipeline.no_signal import SignalRules, SignalWatch
 from offbeat.pipeline.recorder import Recorder
+from offbeat.pipeline.running_evaluation import RunningEvaluation
 from offbeat.pipeline.save_policy import ModelWriter
 from offbeat.pipeline.signal import Signal
 from offbeat.pipeline.snapshots import SnapshotTaker
@@ -104,31 +105,6 @@ class LoopPlan:
     group_deadline_seconds: float | None = None
     dynamic_sampling: bool = False
     max_groups_without_signal: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """When to evaluate, save and take a snapshot, beside what the schedules say."""
-
-    evaluate: SaveSchedule
-    evaluate_at_start: bool
-    evaluate_at_end: bool
-    save: SaveSchedule
-    save_at_end: bool
-    snapshot: SaveSchedule = field(default_factory=lambda: SaveSchedule(now=0.0))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Evaluation:
-    """A running evaluation, when it began (CLOCK_MONOTONIC seconds), and the step record that waits
-    for its result.
-    """
-
-    evaluator: Evaluator
-    task: asyncio.Task[EvalResult]
-    began: float
-    record: StepRecord
-    groups: tuple[RolloutGroup, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,7 +191,7 @@ class Loop:
         )
         self._changed = Signal()
         self._open: dict[GroupId, _OpenGroup] = {}
-        self._evaluation: _Evaluation | None = None
+        self._evaluation: RunningEvaluation | None = None
         # The newest step whose weights are live, until its record is written.
         self._unwritten: tuple[StepRecord, Sequence[RolloutGroup]] | None = None
         self._tokens_written = 0
@@ -232,7 +208,7 @@ class Loop:
                     done = self._start.step
                 elif self._evaluator is not None and self._cadence.evaluate_at_start:
                     record = StepRecord(step=0, version=0, seconds=0.0)
-                    self._begin_evaluation(self._evaluator, record, (), tasks)
+                    self._evaluate(self._evaluator, record, (), tasks)
                 admission = tasks.create_task(self._admit(tasks), name="admission")
                 for step in range(done + 1, self._plan.steps + 1):
                     await self._step(step, tasks)
@@ -397,10 +373,13 @@ class Loop:
             step=step, version=live + 1, seconds=time.monotonic() - started, metrics=metrics
         )
         self._unwritten = (record, groups)
-        save, evaluate = self._save_due(step), self._evaluation_due(step)
+        epochs = self._stream.epoch_of(GroupId(step * self._plan.groups_per_step))
+        save = self._cadence.save_due(step, epochs) and self._saver is not None
+        evaluate = self._cadence.evaluation_due(step, epochs)
         if save:
             metrics |= await self._save(update, step)
-        metrics |= await self._take_snapshot(step, tasks, saved=save)
+        if self._cadence.snapshot_due(step, epochs) and self._snapshots is not None:
+            metrics |= await self._take_snapshot(self._snapshots, step, tasks, saved=save)
         await self._poll_engines()
         seconds = time.monotonic() - started
         metrics["data/epoch"] = float(groups[-1].prompt.epoch)
@@ -408,7 +387,7 @@ class Loop:
         metrics["throughput/trained_tokens_per_second"] = metrics["actor/tokens_count"] / seconds
         record = replace(record, seconds=seconds)
         if self._evaluator is not None and evaluate:
-            self._begin_evaluation(self._evaluator, record, groups, tasks)
+            self._evaluate(self._evaluator, record, groups, tasks)
         else:
             await self._write(record, groups)
 
@@ -429,9 +408,9 @@ class Loop:
                     await self._changed.changed()
                 patience.something_happened()
             except TimeoutError:
-                await self._poll_engines()
+                tokens = await self._poll_engines()
                 generating = any(group.open_requests for group in self._open.values())
-                if patience.is_spent(generating=generating, tokens=self._tokens_written):
+                if patience.is_spent(generating=generating, tokens=tokens):
                     raise self._stalled(step) from None
         self._recorder.span(SpanName.WAIT, started, time.monotonic(), CONTROLLER, step=step)
         batch = self._manager.take()
@@ -448,7 +427,7 @@ class Loop:
         """Where the tasks are and, last, what the run waits for: groups with their holders."""
         groups = pending_text(self._pending_groups()) or "  no group"
         if self._evaluation is not None:
-            groups += f"\n  {self._evaluation.evaluator.progress}"
+            groups += f"\n  {self._evaluation.progress}"
         tasks = task_stacks(asyncio.all_tasks())
         live = self._manager.live
         return f"version {live} is live; its tasks\n{tasks}\nit waits for\n{groups}"
@@ -547,11 +526,6 @@ class Loop:
         if self._updates is not None:
             self._recorder.updated(step, await self._updates.record(update))
 
-    def _save_due(self, step: int) -> bool:
-        due = self._cadence.save.due(step, self._epochs_done(step), time.monotonic())
-        at_end = step == self._plan.steps and self._cadence.save_at_end
-        return self._saver is not None and (due or at_end)
-
     async def _save(self, update: WeightUpdate, step: int) -> dict[str, float]:
         """Save the version just published; in the background, unless the mode is sync."""
         assert self._saver is not None
@@ -562,19 +536,16 @@ class Loop:
         return {"wait/save_seconds": end - begin}
 
     async def _take_snapshot(
-        self, step: int, tasks: asyncio.TaskGroup, *, saved: bool
+        self, snapshots: SnapshotTaker, step: int, tasks: asyncio.TaskGroup, *, saved: bool
     ) -> dict[str, float]:
-        """When due, begin to copy the trainer's state, and the controller's as of the same moment.
+        """Begin to copy the trainer's state, and the controller's as of the same moment.
 
         Any moment between two updates will do: what the ledger holds then, and the line, belong
         together, and what follows is superseded if this snapshot is resumed from.
         """
-        due = self._cadence.snapshot.due(step, self._epochs_done(step), time.monotonic())
-        if self._snapshots is None or not due:
-            return {}
         begin = time.monotonic()
-        await self._snapshots.ready()
-        await self._snapshots.take(self._state(step, saved=saved), tasks)
+        await snapshots.ready()
+        await snapshots.take(self._state(step, saved=saved), tasks)
         end = time.monotonic()
         self._recorder.span(SpanName.SAVE, begin, end, CONTROLLER, step=step)
         return {"wait/snapshot_seconds": end - begin}
@@ -602,16 +573,9 @@ class Loop:
         if self._snapshots is not None:
             self._snapshots.recorded(record.step)
 
-    def _epochs_done(self, step: int) -> int:
-        return self._stream.epoch_of(GroupId(step * self._plan.groups_per_step))
-
     # Evaluation
 
-    def _evaluation_due(self, step: int) -> bool:
-        due = self._cadence.evaluate.due(step, self._epochs_done(step), time.monotonic())
-        return due or (step == self._plan.steps and self._cadence.evaluate_at_end)
-
-    def _begin_evaluation(
+    def _evaluate(
         self,
         evaluator: Evaluator,
         record: StepRecord,
@@ -619,13 +583,8 @@ class Loop:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Evaluate the live version; the step's record is kept until the result is there."""
-        self._evaluation = _Evaluation(
-            evaluator=evaluator,
-            task=tasks.create_task(evaluator.run(self._manager.live), name="evaluation"),
-            began=time.monotonic(),
-            record=record,
-            groups=tuple(groups),
-        )
+        live = self._manager.live
+        self._evaluation = RunningEvaluation(evaluator, live, record, groups, tasks)
 
     async def _settle_evaluation(self) -> None:
         """Wait for the running evaluation, if any, and write the record that waited for it.
@@ -635,43 +594,23 @@ class Loop:
         Raises:
             StallError: nothing happened for ``stall_seconds``, as in ``_next_batch``.
         """
-        evaluation = self._evaluation
-        if evaluation is None:
+        running = self._evaluation
+        if running is None:
             return
-        result = await self._until_evaluated(evaluation)
+        try:
+            result = await running.result(self._patience(), self._poll_engines)
+        except StallError:
+            log.error("the run stalled: %s", self.report())
+            raise
         self._evaluation = None
-        record, began = evaluation.record, evaluation.began
-        self._recorder.span(
-            SpanName.EVAL, began, began + result.seconds, CONTROLLER, step=record.step
-        )
-        merged = StepRecord(
-            step=record.step,
-            version=record.version,
-            seconds=record.seconds or result.seconds,
-            metrics={**record.metrics, **result.metrics()},
-        )
-        await self._write(merged, evaluation.groups)
+        ended = running.began + result.seconds
+        self._recorder.span(SpanName.EVAL, running.began, ended, CONTROLLER, step=running.step)
+        await self._write(running.record(result), running.groups)
 
-    async def _until_evaluated(self, evaluation: _Evaluation) -> EvalResult:
-        evaluator, patience = evaluation.evaluator, self._patience()
-        while True:
-            before = evaluator.answered
-            await asyncio.wait([evaluation.task], timeout=self._plan.stall_seconds)
-            if evaluation.task.done():
-                return evaluation.task.result()
-            if evaluator.answered != before:
-                patience.something_happened()
-                continue
-            await self._poll_engines()
-            if patience.is_spent(generating=evaluator.is_generating, tokens=self._tokens_written):
-                log.error("the run stalled: %s", self.report())
-                raise StallError(
-                    f"no row was answered and no token written for {self._plan.stall_seconds:g} s "
-                    f"(rollout.stall_seconds): {evaluator.progress}"
-                )
-
-    async def _poll_engines(self) -> None:
-        """Collect every generator's spans and counters since the last poll."""
+    async def _poll_engines(self) -> int:
+        """Collect every generator's spans and counters since the last poll; returns the tokens that
+        they have written and read so far.
+        """
         written = 0
         for name, replica in self._replicas.items():
             stats = await replica.stats()
@@ -679,6 +618,7 @@ class Loop:
             written += stats.decode_tokens + stats.prefill_tokens
         self._tokens_written = written
         self._recorder.totals.settle(time.monotonic())
+        return written
 
 
 def _position(start: RunState | None) -> Position:

@@ -61,9 +61,10 @@ from offbeat.observe.summary import FILE_NAME as SUMMARY_FILE
 from offbeat.observe.summary import RunStatus, Summary
 from offbeat.observe.trackers.kinds import check_installed
 from offbeat.observe.trackers.process import TrackerProcess, open_trackers
+from offbeat.pipeline.cadence import Cadence
 from offbeat.pipeline.evaluate import Evaluator
 from offbeat.pipeline.ledger import Ledger
-from offbeat.pipeline.loop import Cadence, Loop, LoopPlan
+from offbeat.pipeline.loop import Loop, LoopPlan
 from offbeat.pipeline.no_signal import SignalRules
 from offbeat.pipeline.preflight import Inputs, open_reward, open_workflow, prepare
 from offbeat.pipeline.recorder import Recorder
@@ -488,6 +489,7 @@ class PPOTrainer:
             max_groups_without_signal=cfg.rollout.max_groups_without_signal,
         )
         cadence = Cadence(
+            steps=inputs.steps,
             evaluate=self._schedule(cfg.evaluator, None if start is None else start.evaluate),
             evaluate_at_start=cfg.evaluator.at_start,
             evaluate_at_end=cfg.evaluator.at_end,

@@ -22,7 +22,7 @@ class Patience:
     """
 
     def __init__(self, stall_seconds: float, request_seconds: float, tokens: int) -> None:
-        self._stall = stall_seconds
+        self.stall_seconds = stall_seconds
         self._limit = max(stall_seconds, request_seconds)
         self._tokens = tokens
         self._silent = 0.0
@@ -41,7 +41,7 @@ class Patience:
         wrote, self._tokens = tokens != self._tokens, tokens
         if not generating:
             return True
-        self._silent = 0.0 if wrote else self._silent + self._stall
+        self._silent = 0.0 if wrote else self._silent + self.stall_seconds
         return self._silent >= self._limit
 
 

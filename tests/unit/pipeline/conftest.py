@@ -31,10 +31,11 @@ from offbeat.observe.limits import RunSetup
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.observe.spans import Span, SpanName, read_spans
+from offbeat.pipeline.cadence import Cadence
 from offbeat.pipeline.episodes import SamplingPlan
 from offbeat.pipeline.evaluate import Evaluator
 from offbeat.pipeline.ledger import Ledger
-from offbeat.pipeline.loop import Cadence, Loop, LoopPlan
+from offbeat.pipeline.loop import Loop, LoopPlan
 from offbeat.pipeline.no_signal import SignalRules
 from offbeat.pipeline.recorder import Recorder
 from offbeat.pipeline.snapshots import SnapshotTaker
@@ -330,6 +331,7 @@ def _plan(stream: str, n: int) -> SamplingPlan:
 
 def _cadence(o: Options) -> Cadence:
     return Cadence(
+        steps=o.steps,
         evaluate=SaveSchedule(freq_steps=o.eval_steps, now=0.0),
         evaluate_at_start=o.eval_at_start,
         evaluate_at_end=o.eval_at_end,

@@ -90,7 +90,7 @@ async def test_a_run_that_never_sees_a_signal_ends_with_the_cause(
 
 @pytest.mark.invariant("I02")
 async def test_a_group_past_its_deadline_is_dropped_and_replaced(open_rig: OpenRig) -> None:
-    rig = await open_rig(steps=3, g=2, group_deadline_seconds=0.05)
+    rig = await open_rig(steps=3, g=2, group_deadline_seconds=0.5)
     rig.generator.hold[1] = asyncio.Event()  # never set
     await rig.run()
     assert trained(rig)[0] == [0, 2]
@@ -102,7 +102,7 @@ async def test_a_group_past_its_deadline_is_dropped_and_replaced(open_rig: OpenR
 async def test_only_a_run_that_promised_to_be_repeatable_says_that_a_deadline_broke_it(
     open_rig: OpenRig, caplog: pytest.LogCaptureFixture, eta: int
 ) -> None:
-    rig = await open_rig(steps=3, g=2, eta=eta, group_deadline_seconds=0.05)
+    rig = await open_rig(steps=3, g=2, eta=eta, group_deadline_seconds=0.5)
     rig.generator.hold.update({1: asyncio.Event(), 3: asyncio.Event()})  # never set
     await rig.run()
     summary = rig.recorder.summary(RunStatus.COMPLETED)
