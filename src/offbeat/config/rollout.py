@@ -93,7 +93,7 @@ class RolloutConfig(Section):
 
     stall_seconds: PositiveFloat = 300.0
     """A wait without progress for this long ends the run and names what was waited for. Where it is
-    for a generator, ``request_timeout_seconds`` must have passed too."""
+    for a generator, ``request_timeout_seconds`` more, so that this can be replaced first."""
 
     def _settle(self) -> None:
         alias = self.max_head_offpolicyness

@@ -18,12 +18,12 @@ class Patience:
     """Judges silence: a wait in which nothing has happened for ``stall_seconds``, once or again.
 
     Requests have a deadline of their own, ``request_seconds``, after which their generator is
-    replaced: as long as some are open and that has not passed, the wait goes on.
+    replaced: as long as some are open, the wait goes on until that has passed too.
     """
 
     def __init__(self, stall_seconds: float, request_seconds: float, tokens: int) -> None:
         self.stall_seconds = stall_seconds
-        self._limit = max(stall_seconds, request_seconds)
+        self._limit = stall_seconds + request_seconds
         self._tokens = tokens
         self._silent = 0.0
 
