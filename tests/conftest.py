@@ -1,13 +1,21 @@
-"""Models as folders: tiny random ones of every family that loads, and SmolLM2 for slow tests."""
+"""Models as folders: tiny random ones of every family that loads, and SmolLM2 for slow tests.
+
+A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it starts: here
+every process gets it back.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
