@@ -40,6 +40,7 @@ def train(
 ) -> None:
     """Train a model; metrics, rollouts and checkpoints go to the run's folder."""
     from offbeat.config import load
+    from offbeat.errors import OffbeatError
     from offbeat.pipeline.run import PPOTrainer
 
     cfg = load(config, overrides or [])
@@ -56,6 +57,10 @@ def train(
         trainer.run()
     except (KeyboardInterrupt, SystemExit):
         _print_left(trainer.run_dir)
+        raise
+    except OffbeatError:
+        if (trainer.run_dir / "rollouts").is_dir():  # it has trained
+            _print_left(trainer.run_dir)
         raise
     _print_end(trainer.run_dir)
 
@@ -92,7 +97,7 @@ def _dry_run(cfg: RunConfig) -> None:
 
 
 def _print_left(run_dir: Path) -> None:
-    """What an interrupted run leaves behind, and how to go on."""
+    """What a run that did not complete leaves behind, and how to go on."""
     from offbeat.checkpoint import snapshot as snapshots
     from offbeat.checkpoint.folders import CHECKPOINTS, step_folders
 

@@ -48,8 +48,8 @@ def _staleness(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             path="rollout.max_staleness",
             text=f"{stale} without off-policy correction: actor.use_decoupled_loss is false; "
-            "set it to true, rollout.max_staleness to 0 (left out, it follows mode), or "
-            "rollout.allow_uncorrected to true",
+            "set mode to async, actor.use_decoupled_loss to true, rollout.max_staleness to 0 (left "
+            "out, both follow mode), or rollout.allow_uncorrected to true",
         )
     if cfg.rollout.allow_uncorrected and (decoupled or stale == 0):
         reason = "actor.use_decoupled_loss is true" if decoupled else "rollout.max_staleness is 0"

@@ -123,7 +123,9 @@ def _refuse_args(args: Mapping[str, object] | None, path: str, key: str) -> None
 
 
 def _not_found(path: str, search_dir: Path | None, key: str) -> str:
-    looked = f"{Path.cwd()}" + (f" and {search_dir}" if search_dir is not None else "")
+    here = Path.cwd()
+    other = search_dir is not None and search_dir.resolve() != here
+    looked = f"{here} and {search_dir}" if other else f"{here}"
     return (
         f"{key}: {path!r} is not a file or folder (looked in {looked}), not module:function, and "
         f"neither {HUB_PREFIX}NAME[:CONFIG][@SPLIT] nor {TASK_PREFIX}NAME"

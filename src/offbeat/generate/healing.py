@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
@@ -92,6 +93,7 @@ class HealingGenerator:
         self.restarts = 0
         self._live: WeightUpdate | None = None
         self._staged: WeightUpdate | None = None
+        self._said: GeneratorStats | None = None
         self._lost = asyncio.Event()
         self._why = ""
         self._ready = asyncio.Event()
@@ -285,6 +287,16 @@ class HealingGenerator:
         return await self._attempt(lambda g: g.abort(request_ids))
 
     async def stats(self) -> GeneratorStats:
+        """See ``Generator``; while the process is being replaced, what it said last, without spans.
+
+        So nobody who only counts waits for a successor.
+        """
+        said: GeneratorStats | None = await self._if_there(lambda g: g.stats(), None)
+        if said is not None:
+            self._said = replace(said, decode_spans=(), prefill_spans=())
+            return said
+        if self._said is not None:
+            return self._said
         return await self._attempt(lambda g: g.stats())
 
     async def info(self) -> EngineInfo:

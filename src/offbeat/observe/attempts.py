@@ -32,10 +32,15 @@ def supersede(run_dir: Path, *, after_step: int, attempt: int) -> tuple[StepReco
     for step in recorded_steps(run_dir):
         if step > after_step:
             _set_aside(rollouts_path(run_dir, step), attempt)
-    for name in ("spans.jsonl", "summary.json"):
-        if (run_dir / name).is_file():
-            _set_aside(run_dir / name, attempt)
+    if (run_dir / "spans.jsonl").is_file():
+        _set_aside(run_dir / "spans.jsonl", attempt)
     return survivors
+
+
+def reopen(run_dir: Path, attempt: int) -> None:
+    """Set the summary of ``attempt`` aside, if there is one: the run has not ended any more."""
+    if (run_dir / "summary.json").is_file():
+        _set_aside(run_dir / "summary.json", attempt)
 
 
 def _named(path: Path, attempt: int) -> Path:

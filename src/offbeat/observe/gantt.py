@@ -48,6 +48,20 @@ class Gantt:
     seconds: float
 
 
+def some_steps(spans: Sequence[Span], first: int | None, last: int | None) -> tuple[int, int]:
+    """``first`` and ``last``, or what shows a run well: five steps from the second on, for the
+    first is a start; fewer of a short run. Of a resumed run its last attempt is recorded.
+
+    Raises:
+        DataError: no step has ended.
+    """
+    commits = sorted({s.step for s in spans if s.name is SpanName.COMMIT and s.step is not None})
+    if not commits:
+        raise DataError("no step of this run has ended yet: there is nothing to draw")
+    begin = first or commits[min(1, len(commits) - 1)]
+    return begin, last or min(begin + 4, commits[-1])
+
+
 def gantt(spans: Sequence[Span], first_step: int, last_step: int) -> Gantt:
     """The part of a run from the start of ``first_step`` to the commit of ``last_step``.
 
@@ -56,8 +70,6 @@ def gantt(spans: Sequence[Span], first_step: int, last_step: int) -> Gantt:
     """
     waits = {s.step: s.start for s in spans if s.name is SpanName.WAIT and s.step is not None}
     commits = {s.step: s.end for s in spans if s.name is SpanName.COMMIT and s.step is not None}
-    if not commits:
-        raise DataError("no step of this run has ended yet: there is nothing to draw")
     for step in (first_step, last_step):
         if step not in waits or step not in commits:
             raise DataError(

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from offbeat.errors import CheckpointError, boundary
+from offbeat.errors import CheckpointError, ConfigError, boundary
 
 FILE_NAME = "run.lock"
+
+TRIES = 25
+TRY_SECONDS = 0.02
+"""A reader's look is over long before the last try."""
 
 
 class Life(StrEnum):
@@ -37,6 +42,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: the file cannot be made.
+        ConfigError: another process holds it: the run is running.
     """
     path = run_dir / FILE_NAME
     with boundary(CheckpointError, f"making {path}"):
@@ -44,12 +50,24 @@ def held(run_dir: Path) -> Iterator[None]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd, run_dir)
         except OSError:
             path.unlink()
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, run_dir: Path) -> None:
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            if not left:
+                raise ConfigError(f"trial_name: {run_dir} is still running") from exc
+            time.sleep(TRY_SECONDS)
+        else:
+            return
 
 
 def life_of(run_dir: Path) -> Life:

@@ -16,13 +16,14 @@ import msgspec
 from offbeat.observe import ledger, summary
 from offbeat.observe.find import METRICS_FILE
 from offbeat.observe.liveness import Life, life_of
-from offbeat.observe.metrics import StepRecord, seconds_of
+from offbeat.observe.metrics import NO_SIGNAL, StepRecord, seconds_of
 from offbeat.observe.proximal import ProxErrors
 from offbeat.observe.resuming import resumption
 from offbeat.observe.series import CURVES, CurveTable, Series
 from offbeat.observe.sinks import MetricsTail
 from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals, Summary
 from offbeat.observe.terminal import harmless, number, sparkline
+from offbeat.types import NoSignal
 
 _STATUS = {
     Life.ALIVE: RunStatus.RUNNING,
@@ -181,6 +182,7 @@ def summary_lines(view: RunView) -> list[str]:
         f"{sum(dropped.values())} dropped{reasons} + {s.groups.open} open",
         f"tokens    {s.tokens.generated} generated = {s.tokens.trained} trained + "
         f"{s.tokens.wasted} wasted{wasted}; {s.tokens.prefill} prefill",
+        *_lesson_lines(s),
         *_event_lines(s),
     ]
     return [*lines, *([] if s.status in _STATUS.values() else _measured_lines(s))]
@@ -191,6 +193,19 @@ def _failed_line(failed: FailedSaves) -> str:
     what = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n)
     last = f"; the last: {harmless(failed.last)}" if failed.last is not None else ""
     return f"saves     {what} could not be saved{last}"
+
+
+def _lesson_lines(s: Summary) -> list[str]:
+    """Why little could be learned; nothing of a run in which most groups taught something."""
+    causes = {NoSignal(name): n for name, n in s.groups_without_signal.items() if n}
+    none = sum(causes.values())
+    lines = []
+    if 2 * none >= max(1, s.groups.trained):
+        why = ", ".join(f"{NO_SIGNAL[cause]} {n}" for cause, n in causes.items())
+        lines.append(f"signal    {none} of {s.groups.trained} trained groups taught nothing: {why}")
+    if s.invalid_rewards:
+        lines.append(f"invalid   {s.invalid_rewards} answers had no reward and were left out")
+    return lines
 
 
 def _event_lines(s: Summary) -> list[str]:

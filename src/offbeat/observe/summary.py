@@ -18,10 +18,10 @@ from offbeat.errors import DataError
 from offbeat.observe.files import replacing
 from offbeat.observe.ledger import EventTotals, LedgerTotals, TokenTotals
 from offbeat.observe.limits import Limit, RunSetup, find_limit
-from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord, seconds_of
+from offbeat.observe.metrics import EVAL_PART_PREFIX, StepRecord, no_signal_name, seconds_of
 from offbeat.observe.spans import BusyTotals, SpanName
 from offbeat.observe.timeline import Timeline
-from offbeat.types import GeneratorStats
+from offbeat.types import GeneratorStats, NoSignal
 
 FILE_NAME = "summary.json"
 
@@ -129,6 +129,9 @@ class Summary:
     those of all attempts. ``deterministic``: the run can be repeated bit for bit
     (``docs/design/determinism.md``); None where that was not promised, or a run without a summary
     does not say. ``determinism_broken_by`` has a sentence for each kind of reason.
+
+    ``groups_without_signal`` counts the trained groups from which nothing could be learned, by
+    `NoSignal` value; ``invalid_rewards`` the answers to trained groups that had no reward.
     """
 
     status: RunStatus
@@ -149,6 +152,8 @@ class Summary:
     deterministic: bool | None = None
     determinism_broken_by: tuple[str, ...] = ()
     limit: Limit | None = None
+    groups_without_signal: Mapping[str, int] = field(default_factory=dict)
+    invalid_rewards: int = 0
     failed_saves: FailedSaves | None = None
     error: str | None = None
 
@@ -185,7 +190,8 @@ class RunTotals:
 
     Reads these metrics of a step where present: ``reward/mean``, ``eval/reward_mean``,
     ``lag/group_mean``, ``lag/group_max``, ``lag/token_mean``, ``wait/data_seconds``,
-    ``train/update_seconds``, ``generate/two_versions_count``, ``save/failed_count``,
+    ``train/update_seconds``, ``generate/two_versions_count``, ``reward/invalid_count``,
+    ``groups/no_signal_*_count``, ``save/failed_count``,
     ``snapshot/failed_count``, and as weights of the means ``groups/trained_count`` and
     ``actor/tokens_count``.
 
@@ -215,6 +221,8 @@ class RunTotals:
         self._token_lag = _WeightedMean()
         self._group_lag_max: int | None = None
         self._two_versions = 0
+        self._without_signal = dict.fromkeys(NoSignal, 0)
+        self._invalid_rewards = 0
         self._failed_models = 0
         self._failed_snapshots = 0
         self._prefill = _CounterTotals()
@@ -230,6 +238,9 @@ class RunTotals:
         for name in self._seconds:
             self._seconds[name] += found.get(name, 0.0)
         self._two_versions += int(found.get("generate/two_versions_count", 0))
+        for cause in NoSignal:
+            self._without_signal[cause] += int(found.get(no_signal_name(cause), 0))
+        self._invalid_rewards += int(found.get("reward/invalid_count", 0))
         self._failed_models += int(found.get("save/failed_count", 0))
         self._failed_snapshots += int(found.get("snapshot/failed_count", 0))
         if "reward/mean" in found:
@@ -348,6 +359,8 @@ class RunTotals:
             deterministic=not happened.broken_by if self._promises_bits else None,
             determinism_broken_by=happened.broken_by,
             limit=self._limit(now),
+            groups_without_signal={c.value: n for c, n in self._without_signal.items()},
+            invalid_rewards=self._invalid_rewards,
             failed_saves=self._failed_saves(failed or FailedSaves()),
             error=error,
         )

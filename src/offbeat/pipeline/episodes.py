@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.data.tokens import TextCodec
-from offbeat.errors import PromptTooLong, RolloutError, boundary
+from offbeat.errors import OffbeatError, PromptTooLong, RolloutError, boundary, true_cause
 from offbeat.protocols import Generator, Workflow
 from offbeat.rollout.samples import to_samples
 from offbeat.seeds import derive
@@ -30,11 +31,15 @@ from offbeat.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    Scored,
 )
 
 _REWARD_LISTENER: ContextVar[Callable[[float, float], None] | None] = ContextVar(
     "reward_listener", default=None
 )
+
+EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+"""Whether the task at work answers a validation row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,16 @@ class GroupEngine:
         self._on_start()
         try:
             completion = await self._generator.generate(request)
+        except PromptTooLong as exc:
+            if turn == 0:
+                raise
+            # The row fits: what the workflow added to it does not.
+            raise RolloutError(
+                f"turn {turn + 1} of sibling {sibling}: {exc}; let turns be shorter or fewer, "
+                "lower train_dataset.max_prompt_len to leave them room, or raise "
+                "model.max_model_len"
+            ) from exc
+        else:
             self.generated_tokens += len(completion.token_ids)
             return completion
         finally:
@@ -199,17 +214,46 @@ async def run_workflow(
     """The siblings that ``workflow`` makes of one prompt; ``where`` names it in errors.
 
     Raises:
-        RolloutError: it raised an error of its own, or did not return each sibling once.
+        RolloutError: it raised an error of its own, which is named with its place, or did not
+            return each sibling once, with a reward.
     """
-    with boundary(RolloutError, f"workflow, {where}"):
-        rollouts = tuple(await workflow.arun_episode(engine, prompt))
-        siblings = [r.sibling for r in rollouts]
-        if sorted(siblings) != list(range(engine.n_samples)):
-            raise RolloutError(
-                f"workflow, {where}: it returned siblings {siblings}; expected each of "
-                f"0..{engine.n_samples - 1} once"
-            )
+    try:
+        with boundary(RolloutError, f"workflow, {where}"):
+            rollouts = tuple(await workflow.arun_episode(engine, prompt))
+    except RolloutError as exc:
+        cause = None if exc.__cause__ is None else true_cause(exc.__cause__)
+        if cause is None or isinstance(cause, OffbeatError):
+            raise
+        raise RolloutError(f"{exc}{_raised_at(cause)}") from exc.__cause__
+    for rollout in rollouts:
+        _check_rollout(rollout, f"workflow, {where}")
+    siblings = [r.sibling for r in rollouts]
+    if sorted(siblings) != list(range(engine.n_samples)):
+        raise RolloutError(
+            f"workflow, {where}: it returned siblings {siblings}; expected each of "
+            f"0..{engine.n_samples - 1} once"
+        )
     return rollouts
+
+
+def _raised_at(error: BaseException) -> str:
+    """Where the innermost call of its traceback stands, in parentheses."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _check_rollout(rollout: object, where: str) -> None:
+    """A workflow is a user's: its mistakes are told where they are made."""
+    if not isinstance(rollout, Rollout):
+        raise RolloutError(
+            f"{where}: arun_episode returned a list with a {type(rollout).__name__}; expected "
+            "offbeat.types.Rollout"
+        )
+    if not isinstance(rollout.reward, Scored | Invalid):
+        raise RolloutError(
+            f"{where}: the reward of sibling {rollout.sibling} is {rollout.reward!r}; expected "
+            "what awaiting the reward function gives, or offbeat.types.Scored(value=…)"
+        )
 
 
 def _with_enough_rewards(group: RolloutGroup) -> RolloutGroup | Dropped:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from offbeat.data.stream import EVALUATION_GROUP, PromptStream
 from offbeat.data.tokens import TextCodec
 from offbeat.errors import DataError, PromptTooLong, RolloutError, WeightSyncError
-from offbeat.pipeline.episodes import GroupEngine, SamplingPlan, run_workflow
+from offbeat.pipeline.episodes import EVALUATING, GroupEngine, SamplingPlan, run_workflow
 from offbeat.pipeline.task_runner import AsyncTaskRunner
 from offbeat.protocols import Generator, Workflow
 from offbeat.types import PolicyVersion, Prompt, Rollout, Scored, StopReason
@@ -214,12 +214,14 @@ class Evaluator:
             tag=f"eval-{version}",
         )
         self._engines.add(engine)
+        evaluating = EVALUATING.set(True)
         try:
             rollouts = await run_workflow(self._workflow, engine, prompt, where)
         except RolloutError as exc:
             log.warning("%s has no answer: %s", where, exc)
             return Answered(prompt=prompt, error=exc)
         finally:
+            EVALUATING.reset(evaluating)
             self._engines.remove(engine)
         for turn in (t for r in rollouts for t in r.turns):
             others = set(turn.completion.versions.tolist()) - {int(version)}

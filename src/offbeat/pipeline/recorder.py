@@ -12,7 +12,7 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from offbeat.observe.rollouts import RolloutLog
 from offbeat.observe.sinks import SinkSet
 from offbeat.observe.spans import Span, SpanLog, SpanName
 from offbeat.observe.summary import FailedSaves, RunStatus, RunTotals, Summary
+from offbeat.pipeline.episodes import EVALUATING
 from offbeat.pipeline.ledger import Ledger, TrainedGroup
 from offbeat.pipeline.no_signal import rewards_equal
 from offbeat.pipeline.update_record import UpdateRecord
@@ -83,6 +84,8 @@ class Recorder:
         self._updates: dict[int, UpdateRecord] = {}
         self._max_staleness = None if setup is None else setup.max_staleness
         self._breaches: set[Breach] = set()
+        self.before_first_step: Callable[[], None] | None = None
+        """Called once, before the first step of this attempt counts as trained."""
         self.totals = RunTotals(time.monotonic(), earlier, setup=setup)
 
     @property
@@ -122,6 +125,9 @@ class Recorder:
 
     def trained(self, groups: Sequence[RolloutGroup], step: int, start: PolicyVersion) -> None:
         """The groups of a step were trained on."""
+        if self.before_first_step is not None:
+            self.before_first_step()
+            self.before_first_step = None
         self._ledger.step_trained([_tokens_of(g) for g in groups], step, start)
 
     # What goes wrong and is mended
@@ -140,7 +146,11 @@ class Recorder:
         self._ledger.event(EventKind.REWARD_WORKER, why)
 
     def reward_lost(self, why: str) -> None:
-        """A reward is missing because of the clock or of a dead process."""
+        """A reward is missing because of the clock or of a dead process; no matter where nothing is
+        trained on it.
+        """
+        if EVALUATING.get():
+            return
         self.broken(Breach.REWARD, f"a reward is missing: {why}")
 
     def broken(self, breach: Breach, why: str, *, group_id: GroupId | None = None) -> None:

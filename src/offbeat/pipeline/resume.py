@@ -24,7 +24,7 @@ from offbeat.config import RunConfig, load, to_mapping, to_yaml
 from offbeat.config.actor import LRSchedule
 from offbeat.errors import CheckpointError, ConfigError, boundary
 from offbeat.observe import liveness
-from offbeat.observe.attempts import supersede
+from offbeat.observe.attempts import reopen, supersede
 from offbeat.observe.files import replacing
 from offbeat.observe.find import CONFIG_FILE, changed_at
 from offbeat.observe.ledger import FILE_NAME as LEDGER_FILE
@@ -65,13 +65,12 @@ _BESIDE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
     """Where a run goes on: ``snapshot`` is None when it starts, or starts over; ``earlier`` are the
-    step records that still hold; ``changed`` has a line for each key that is not what it was for
-    them and that weights depend on.
+    step records that still hold; ``ended`` is the attempt before.
     """
 
     snapshot: Snapshot | None = None
     earlier: tuple[StepRecord, ...] = ()
-    changed: tuple[str, ...] = ()
+    ended: int = 0
 
     @property
     def state(self) -> RunState | None:
@@ -237,7 +236,10 @@ def _differences(
 
 
 def rewrite_config(cfg: RunConfig, run_dir: Path, attempt: int) -> None:
-    """Let ``config.yaml`` hold ``cfg``; the one before is kept under the number of ``attempt``."""
+    """Let ``config.yaml`` hold ``cfg``; the one before is kept under the number of ``attempt``.
+
+    It is the configuration of the newest step, or of a run that has none.
+    """
     path, text = run_dir / CONFIG_FILE, to_yaml(cfg)
     kept = path.with_name(f"config.attempt-{attempt}.yaml")
     with boundary(CheckpointError, f"write {path}"):
@@ -288,8 +290,9 @@ def continue_run(run_dir: Path, ledger: Ledger, found: Snapshot | None) -> Conti
         run = found.state.run
         step, open_groups, next_group = run.step, run.open_groups, run.next_group_id
     with boundary(CheckpointError, f"set aside what {run_dir} holds of later steps"):
-        # Later snapshots first: should this be interrupted, the next attempt must not go on from
-        # one whose steps are set aside.
+        # Should this be interrupted, the next attempt must find a run that is not complete, and no
+        # later snapshot, whose steps may be gone already.
+        reopen(run_dir, ended)
         for folder in (snapshots.FOLDER, CHECKPOINTS):
             set_aside(run_dir / folder, after_step=step, attempt=ended)
         earlier = supersede(run_dir, after_step=step, attempt=ended)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from offbeat.checkpoint import snapshot
@@ -246,9 +247,12 @@ class PPOTrainer:
             try:
                 with (self.run_dir / CONFIG_FILE).open("x", encoding="utf-8") as file:
                     file.write(to_yaml(self.cfg))
-            except FileExistsError:
+            except FileExistsError as exc:
                 if not self._clock_name:
-                    raise
+                    raise ConfigError(
+                        f"trial_name: another run has just begun in {self.run_dir}; choose another "
+                        "trial_name, or leave it out to have one made from the clock"
+                    ) from exc
                 return False
             (self.run_dir / "logs").mkdir(exist_ok=True)
         return True
@@ -257,11 +261,21 @@ class PPOTrainer:
         if self._snapshot is None and not is_unfinished(self.run_dir, self.inputs.steps):
             raise is_complete(self.run_dir)  # by another process, while this one prepared
         (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
-        found = snapshot_to_continue(self.run_dir, self._snapshot)
-        changed = () if found is None else changed_bits(self.run_dir, self.cfg)
-        rewrite_config(self.cfg, self.run_dir, ledger.attempt)
+        found, ended = snapshot_to_continue(self.run_dir, self._snapshot), ledger.attempt
+        if found is None:  # no step of another configuration is left
+            rewrite_config(self.cfg, self.run_dir, ended)
         begun = continue_run(self.run_dir, ledger, found)
-        return dataclasses.replace(begun, changed=changed)
+        return dataclasses.replace(begun, ended=ended)
+
+    def _adopt_config(self, recorder: Recorder, begun: Continuation) -> None:
+        """With the first step that a resumed run trains its configuration becomes the run's.
+
+        Not before: one that fails at its start leaves the run as it was configured.
+        """
+        changed = changed_bits(self.run_dir, self.cfg)
+        if changed:
+            recorder.broken(Breach.CONFIG, f"it was resumed with {'; '.join(changed)}")
+        rewrite_config(self.cfg, self.run_dir, begun.ended)
 
     def _take_another_name(self) -> None:
         taken, self.cfg = self.run_dir, named_by_clock(self.cfg)
@@ -318,8 +332,13 @@ class PPOTrainer:
             updates = await UpdateRecorder.begin(of_trainer, remote)
             if begun.snapshot is not None:
                 _compare_machines(recorder, begun.snapshot, updates.environment)
-            if begun.changed:
-                recorder.broken(Breach.CONFIG, f"it was resumed with {'; '.join(begun.changed)}")
+                recorder.before_first_step = partial(self._adopt_config, recorder, begun)
+            # Ended after the generators: the last saves need none.
+            saver = await stack.enter_async_context(self._saver(recorder))
+            snapshots = None
+            if not self._schedule(self.cfg.recover).is_off:
+                written = await stack.enter_async_context(self._snapshots(recorder))
+                snapshots = SnapshotTaker(written, remote, recorder, saver)
             weights_gate = asyncio.Lock()
             generators = [
                 await stack.enter_async_context(
@@ -333,11 +352,6 @@ class PPOTrainer:
             _report_engine(infos[0])
             if why := why_not_repeatable(infos):
                 recorder.broken(Breach.ENGINE, why)
-            saver = await stack.enter_async_context(self._saver(recorder))
-            snapshots = None
-            if not self._schedule(self.cfg.recover).is_off:
-                written = await stack.enter_async_context(self._snapshots(recorder))
-                snapshots = SnapshotTaker(written, remote, recorder, saver)
             router = Router(generators)
             if door is not None:
                 await stack.enter_async_context(self._gateway(router, door))

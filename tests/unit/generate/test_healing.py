@@ -243,3 +243,17 @@ async def test_a_successor_that_cannot_be_used_ends_the_run(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="No space left"):
         async with asyncio.timeout(20):
             await lose()
+
+
+async def test_who_counts_does_not_wait_for_a_successor(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        before = await r.generator.stats()
+        async with r.gate:  # nobody can catch up while it is held
+            r.kill()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await r.generator.generate(request(1))
+            async with asyncio.timeout(5):
+                again = await r.generator.stats()
+        assert again.finished == before.finished
+        assert again.decode_spans == ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.observe.attempts import supersede
+from offbeat.observe.attempts import reopen, supersede
 from offbeat.observe.find import find_run
 from offbeat.observe.metrics import StepRecord
 from offbeat.observe.rollouts import RolloutLog, recorded_steps
@@ -27,6 +27,7 @@ def run_of(path: Path, steps: int) -> Path:
 @pytest.mark.invariant("I04")
 def test_steps_after_the_snapshot_are_kept_under_the_ended_attempts_name(tmp_path: Path) -> None:
     run_of(tmp_path, 4)
+    reopen(tmp_path, 1)
     survivors = supersede(tmp_path, after_step=2, attempt=1)
     assert [r.step for r in survivors] == [1, 2]
     assert [r.step for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -37,6 +38,7 @@ def test_steps_after_the_snapshot_are_kept_under_the_ended_attempts_name(tmp_pat
         "step-000004.attempt-1.parquet",
     ]
     assert not (tmp_path / "summary.json").exists()
+    assert (tmp_path / "summary.attempt-1.json").exists()
     assert (tmp_path / "spans.attempt-1.jsonl").exists()
     assert load_run(find_run(str(tmp_path))).summary.steps == 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ConfigError, DataError
-from offbeat.observe.gantt import COLORS, LANES, draw, gantt
+from offbeat.observe.gantt import COLORS, LANES, draw, gantt, some_steps
 from offbeat.observe.spans import Span, SpanName
 
 
@@ -61,7 +61,20 @@ def test_steps_that_are_not_there_are_refused(first: int, last: int, message: st
 
 def test_a_run_without_a_finished_step_is_refused() -> None:
     with pytest.raises(DataError, match="nothing to draw"):
-        gantt(SPANS[:3], 1, 1)
+        some_steps(SPANS[:3], 1, 1)
+
+
+def test_without_being_asked_five_steps_from_the_second_on_are_drawn() -> None:
+    def commits(*steps: int) -> list[Span]:
+        return [
+            Span(name=SpanName.COMMIT, start=s, end=s, worker="w", group_id=None, step=s)
+            for s in steps
+        ]
+
+    assert some_steps(commits(*range(1, 30)), None, None) == (2, 6)
+    assert some_steps(commits(1), None, None) == (1, 1)
+    assert some_steps(commits(61, 62, 63), None, None) == (62, 63)
+    assert some_steps(commits(*range(1, 30)), 4, None) == (4, 8)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

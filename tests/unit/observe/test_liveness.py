@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.errors import ConfigError
+from offbeat.observe import liveness
 from offbeat.observe.liveness import FILE_NAME, Life, held, life_of
 
 _HOLDER = """
@@ -70,3 +72,15 @@ def test_where_the_file_system_has_no_locks_nothing_is_claimed(
         assert life_of(tmp_path) is Life.UNKNOWN
     monkeypatch.undo()
     assert life_of(tmp_path) is Life.UNKNOWN
+
+
+def test_a_run_that_is_held_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "TRY_SECONDS", 0.0)
+    with (
+        held(tmp_path),
+        pytest.raises(ConfigError, match=f"{tmp_path.name} is still running"),
+        held(tmp_path),
+    ):
+        pass

@@ -143,6 +143,8 @@ def test_file_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "deterministic",
         "determinism_broken_by",
         "limit",
+        "groups_without_signal",
+        "invalid_rewards",
     ]
     assert list(found["seconds"]) == ["total", "training", "waiting"]
     assert list(found["eval"]) == ["first", "last", "best", "parts"]
@@ -277,3 +279,13 @@ def test_step_0_which_runs_while_the_first_step_does_adds_no_time() -> None:
     steps = [StepRecord(step=i, version=i, seconds=4.0) for i in range(3)]
     assert seconds_of(steps) == 8.0
     assert summary_of(RunTotals(100.0, steps), 110.0).seconds.total == 18.0
+
+
+def test_groups_that_taught_nothing_and_answers_without_a_reward_add_up() -> None:
+    metrics = {"groups/no_signal_equal_count": 2.0, "reward/invalid_count": 3.0}
+    totals = RunTotals(0.0)
+    for step in (1, 2):
+        totals.add_step(StepRecord(step=step, version=step, seconds=1.0, metrics=metrics))
+    found = summary_of(totals, 1.0)
+    assert found.groups_without_signal == {"equal": 4, "truncated": 0, "empty": 0}
+    assert found.invalid_rewards == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -168,8 +169,12 @@ async def test_an_error_of_one_group_drops_that_group(
 ) -> None:
     outcome = await outcome_of(raising(error), codec)
     assert isinstance(outcome, Dropped)
-    assert (outcome.reason, outcome.detail) == (reason, said)
-    assert str(outcome.error) == said
+    assert outcome.reason is reason
+    # What is the workflow's own is told with its place.
+    place = re.fullmatch(rf"{re.escape(said)}( \(.*test_episodes\.py:\d+\))?", outcome.detail)
+    assert place is not None
+    assert (place[1] is not None) == (type(error) is ValueError)
+    assert str(outcome.error) == outcome.detail
 
 
 @pytest.mark.parametrize("siblings", [[0], [0, 0], [1, 2], [0, 1, 2], []])
@@ -186,7 +191,25 @@ async def test_a_workflow_that_returns_something_else_drops_the_group(codec: Tex
     outcome = await outcome_of(returning(OK, OK), codec)  # type: ignore[arg-type]  # on purpose
     assert isinstance(outcome, Dropped)
     assert outcome.reason is DropReason.FAILED
-    assert "AttributeError" in outcome.detail
+    assert "a list with a Scored; expected offbeat.types.Rollout" in outcome.detail
+
+
+async def test_a_workflow_whose_reward_is_a_bare_number_is_told_what_is_expected(
+    codec: TextCodec,
+) -> None:
+    bare = rollout(1, 1.0)  # type: ignore[arg-type]  # on purpose
+    outcome = await outcome_of(returning(rollout(0), bare), codec)
+    assert isinstance(outcome, Dropped)
+    assert outcome.reason is DropReason.FAILED
+    assert "the reward of sibling 1 is 1.0; expected what awaiting the reward" in outcome.detail
+
+
+async def test_a_later_turn_that_does_not_fit_is_the_workflows_failure(codec: TextCodec) -> None:
+    engine = engine_of(codec, Echo(PromptTooLong("300 prompt tokens")))
+    with pytest.raises(PromptTooLong):
+        await engine.agenerate([1], sibling=0)
+    with pytest.raises(RolloutError, match=r"turn 2 of sibling 0: 300 prompt tokens; let turns"):
+        await engine.agenerate([1], sibling=0, turn=1)
 
 
 async def test_fewer_than_two_valid_rewards_are_no_group(codec: TextCodec) -> None:

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from offbeat.observe.ledger import read_events
+from offbeat.observe.limits import RunSetup
 from offbeat.observe.metrics import StepRecord, UndeclaredMetric
 from offbeat.observe.rollouts import read_rollouts, recorded_steps
 from offbeat.observe.sinks import JsonlSink, SinkSet, read_metrics
 from offbeat.observe.spans import SpanName, read_spans
 from offbeat.observe.summary import FailedSaves, RunStatus
+from offbeat.pipeline.episodes import EVALUATING
 from offbeat.pipeline.ledger import Ledger
 from offbeat.pipeline.recorder import Recorder
 from offbeat.protocols import JsonValue
@@ -64,6 +66,18 @@ def group(group_id: int, admission: int, *rollouts: Rollout) -> RolloutGroup:
         prompt=prompt, rollouts=rollouts, admission_version=PolicyVersion(admission)
     )
 
+
+ON_THE_BEAT = RunSetup(
+    max_staleness=0,
+    cores=1,
+    trainer_threads=1,
+    generator_threads=1,
+    trains_in_bfloat16=False,
+    generates_in_bfloat16=False,
+    prefix_sharing=True,
+    gradient_checkpointing=False,
+    prox_pass=False,
+)
 
 GROUPS = (
     group(
@@ -259,3 +273,31 @@ async def test_a_misspelt_metric_is_an_error_under_test(tmp_path: Path) -> None:
             await recorder.write(record)
             with pytest.raises(UndeclaredMetric, match="reward/mean"):
                 await recorder.flush()
+
+
+def test_what_comes_before_the_first_step_comes_once_and_before_the_ledger_has_it(
+    tmp_path: Path,
+) -> None:
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        for i in range(2):
+            ledger.admit(GroupId(i), epoch=0, row=i, admission_version=PolicyVersion(0))
+        recorder = Recorder(tmp_path, SinkSet([]), ledger)
+        seen: list[int] = []
+        recorder.before_first_step = lambda: seen.append(ledger.totals().trained)
+        for step in (1, 2):
+            groups = [group(step - 1, 0, rollout(0, 3, Scored(value=1.0)))]
+            recorder.trained(groups, step, PolicyVersion(step - 1))
+        assert (seen, ledger.totals().trained) == ([0], 2)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_lost_reward_breaks_bits_only_where_something_is_trained_on_it(
+    tmp_path: Path, evaluating: bool
+) -> None:
+    with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        recorder = Recorder(tmp_path, SinkSet([]), ledger, ON_THE_BEAT)
+        token = EVALUATING.set(evaluating)
+        recorder.reward_lost("timed out after 2 s")
+        EVALUATING.reset(token)
+        broken = recorder.summary(RunStatus.COMPLETED).determinism_broken_by
+    assert len(broken) == (not evaluating)

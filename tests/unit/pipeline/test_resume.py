@@ -370,10 +370,12 @@ async def test_a_resume_from_an_older_snapshot_that_is_interrupted_is_finished_b
         raise OSError(28, "No space left on device")
 
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
+        (tmp_path / "summary.json").write_text("{}")
         with monkeypatch.context() as patch:
             patch.setattr(resume, "supersede", full_disk)
             with pytest.raises(CheckpointError, match="No space left"):
                 go_on(tmp_path, ledger, tmp_path / "snapshots" / "step-000002")
+        assert not (tmp_path / "summary.json").exists()  # a complete run would not be resumed
         found = go_on(tmp_path, ledger)
     assert found.state is not None
     assert found.state.step == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.config import RunConfig, from_mapping
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import ConfigError
 from offbeat.model.init import write_tokenizer
 from offbeat.pipeline.run import PPOTrainer
 
@@ -68,5 +68,5 @@ async def test_of_two_runs_that_were_given_one_name_the_second_is_refused(
 ) -> None:
     first, second = (PPOTrainer.from_config(configure("mine")) for _ in range(2))
     await run(first)
-    with pytest.raises(CheckpointError, match=r"creating the run directory .*mine: FileExists"):
+    with pytest.raises(ConfigError, match=r"trial_name: another run has just begun in .*mine"):
         await second.arun()
