@@ -275,7 +275,7 @@ CONFIGURATION = [
         "stale without correction",
         ("mode=async", "actor.use_decoupled_loss=false"),
         "rollout.max_staleness: 4",
-        "set it to true, rollout.max_staleness to 0",
+        "actor.use_decoupled_loss to true, rollout.max_staleness to 0",
     ),
     train("one sibling", "gconfig.n_samples=1", "gconfig.n_samples: 1 is not >= 2", "raise it or"),
     train(
