@@ -48,16 +48,14 @@ _FREE = ("trial_name", "config_dir", "recover")
 
 _BESIDE = (
     *_FREE,
-    *(
-        "megatron",
-        "saver",
-        "stats_logger",
-        "gateway",
-        "evaluator",
-        "valid_dataset",
-        "eval_gconfig",
-        "fileroot",
-    ),
+    "fileroot",
+    "megatron",
+    "saver",
+    "stats_logger",
+    "gateway",
+    "evaluator",
+    "valid_dataset",
+    "eval_gconfig",
 )
 """Keys that no bit of the weights depends on."""
 
@@ -65,12 +63,11 @@ _BESIDE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
     """Where a run goes on: ``snapshot`` is None when it starts, or starts over; ``earlier`` are the
-    step records that still hold; ``ended`` is the attempt before.
+    step records that still hold.
     """
 
     snapshot: Snapshot | None = None
     earlier: tuple[StepRecord, ...] = ()
-    ended: int = 0
 
     @property
     def state(self) -> RunState | None:
@@ -246,7 +243,7 @@ def rewrite_config(cfg: RunConfig, run_dir: Path, attempt: int) -> None:
         before = path.read_text(encoding="utf-8")
         if before == text:
             return
-        if not kept.exists():  # else the last resume failed here: this is what it asked for
+        if not kept.exists():  # else a resume failed after this: ``before`` is what it asked for
             with replacing(kept) as aside:
                 aside.write_text(before, encoding="utf-8")
         with replacing(path) as aside:

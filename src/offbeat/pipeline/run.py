@@ -261,13 +261,12 @@ class PPOTrainer:
         if self._snapshot is None and not is_unfinished(self.run_dir, self.inputs.steps):
             raise is_complete(self.run_dir)  # by another process, while this one prepared
         (self.run_dir / "logs").mkdir(exist_ok=True)  # it may have been stopped before it had one
-        found, ended = snapshot_to_continue(self.run_dir, self._snapshot), ledger.attempt
+        found = snapshot_to_continue(self.run_dir, self._snapshot)
         if found is None:  # no step of another configuration is left
-            rewrite_config(self.cfg, self.run_dir, ended)
-        begun = continue_run(self.run_dir, ledger, found)
-        return dataclasses.replace(begun, ended=ended)
+            rewrite_config(self.cfg, self.run_dir, ledger.attempt)
+        return continue_run(self.run_dir, ledger, found)
 
-    def _adopt_config(self, recorder: Recorder, begun: Continuation) -> None:
+    def _adopt_config(self, recorder: Recorder) -> None:
         """With the first step that a resumed run trains its configuration becomes the run's.
 
         Not before: one that fails at its start leaves the run as it was configured.
@@ -275,7 +274,7 @@ class PPOTrainer:
         changed = changed_bits(self.run_dir, self.cfg)
         if changed:
             recorder.broken(Breach.CONFIG, f"it was resumed with {'; '.join(changed)}")
-        rewrite_config(self.cfg, self.run_dir, begun.ended)
+        rewrite_config(self.cfg, self.run_dir, recorder.attempt - 1)
 
     def _take_another_name(self) -> None:
         taken, self.cfg = self.run_dir, named_by_clock(self.cfg)
@@ -332,7 +331,7 @@ class PPOTrainer:
             updates = await UpdateRecorder.begin(of_trainer, remote)
             if begun.snapshot is not None:
                 _compare_machines(recorder, begun.snapshot, updates.environment)
-                recorder.before_first_step = partial(self._adopt_config, recorder, begun)
+                recorder.before_first_step = partial(self._adopt_config, recorder)
             # Ended after the generators: the last saves need none.
             saver = await stack.enter_async_context(self._saver(recorder))
             snapshots = None

@@ -542,7 +542,7 @@ async def test_of_many_answers_only_some_are_asked_of_the_generator_at_a_time(
             finally:
                 self.now -= 1
 
-    answers = Answers(Counted(), codec=served.codec, max_len=MAX_LEN, at_once=2)  # type: ignore[arg-type]
+    answers = Answers(Counted(), codec=served.codec, max_len=MAX_LEN, at_once=2)  # type: ignore[arg-type]  # has what is asked of it
     prompt = as_prompt(served.codec.encode("1+2"))
     ask = Ask(prompts=(prompt,), params=SamplingParams(max_new_tokens=3), n=7)
     assert len(await answers.whole(ask)) == 7

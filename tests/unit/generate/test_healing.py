@@ -237,6 +237,7 @@ async def test_a_successor_that_cannot_be_used_ends_the_run(tmp_path: Path) -> N
             r.kill()
             await r.generator.generate(request(1))
             assert r.generator._generator is not None
+            # As if its next lost reply could not be written to the ledger.
             r.generator._generator._say_repeated = full_disk  # type: ignore[method-assign,assignment]
             await r.generator.generate(request(NEVER, name="s"))
 

@@ -463,6 +463,11 @@ async def open_rig(
 
 
 @pytest.fixture
+def on_the_beat() -> RunSetup:
+    return SETUP
+
+
+@pytest.fixture
 def one_turn() -> type[OneTurn]:
     return OneTurn
 

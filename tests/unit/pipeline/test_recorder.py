@@ -67,18 +67,6 @@ def group(group_id: int, admission: int, *rollouts: Rollout) -> RolloutGroup:
     )
 
 
-ON_THE_BEAT = RunSetup(
-    max_staleness=0,
-    cores=1,
-    trainer_threads=1,
-    generator_threads=1,
-    trains_in_bfloat16=False,
-    generates_in_bfloat16=False,
-    prefix_sharing=True,
-    gradient_checkpointing=False,
-    prox_pass=False,
-)
-
 GROUPS = (
     group(
         0,
@@ -292,10 +280,10 @@ def test_what_comes_before_the_first_step_comes_once_and_before_the_ledger_has_i
 
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_lost_reward_breaks_bits_only_where_something_is_trained_on_it(
-    tmp_path: Path, evaluating: bool
+    tmp_path: Path, on_the_beat: RunSetup, evaluating: bool
 ) -> None:
     with closing(Ledger.open(tmp_path / "run.db")) as ledger:
-        recorder = Recorder(tmp_path, SinkSet([]), ledger, ON_THE_BEAT)
+        recorder = Recorder(tmp_path, SinkSet([]), ledger, on_the_beat)
         token = EVALUATING.set(evaluating)
         recorder.reward_lost("timed out after 2 s")
         EVALUATING.reset(token)
